@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+# cmake [-DEXPECT=<regex>] -P ExpectOutput.cmake -- <program> [<argument>...]
+# Runs the program and demands exit status 0 AND the text: ctest's PASS_REGULAR_EXPRESSION alone would ignore the status.
+cmake_minimum_required(VERSION 3.25)
+set(command "")
+set(after_dashes FALSE)
+math(EXPR last "${CMAKE_ARGC} - 1")
+foreach(i RANGE ${last})
+  if(after_dashes)
+    list(APPEND command "${CMAKE_ARGV${i}}")
+  elseif(CMAKE_ARGV${i} STREQUAL "--")
+    set(after_dashes TRUE)
+  endif()
+endforeach()
+execute_process(COMMAND ${command} RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output ECHO_OUTPUT_VARIABLE ECHO_ERROR_VARIABLE)
+if(status EQUAL 77)
+  message("SKIPPED: the program says it cannot run here")
+elseif(NOT status EQUAL 0)
+  message(FATAL_ERROR "exit status ${status}")
+elseif(EXPECT AND NOT output MATCHES "${EXPECT}")
+  message(FATAL_ERROR "the output has no match for '${EXPECT}'")
+endif()
