@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a trainer refuses, at compile time and when it runs, each with one sentence.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "treadle/accumulation/concept.hpp"
+#include "treadle/averaging/concept.hpp"
+#include "treadle/checkpointing/concept.hpp"
+#include "treadle/clipping/concept.hpp"
+#include "treadle/compatibility.hpp"
+#include "treadle/error.hpp"
+#include "treadle/execution/concept.hpp"
+#include "treadle/model.hpp"
+#include "treadle/nonfinite/concept.hpp"
+#include "treadle/observe/concept.hpp"
+#include "treadle/optim/concept.hpp"
+#include "treadle/parallelism/concept.hpp"
+#include "treadle/policies.hpp"
+#include "treadle/precision/concept.hpp"
+#include "treadle/runtime/parameters.hpp"
+#include "treadle/runtime/sink.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+namespace detail {
+
+template <class T>
+struct is_observer_set : std::false_type {};
+template <class... Os>
+struct is_observer_set<observe::Set<Os...>> : std::true_type {};
+
+/// Everything that the types of a trainer can be wrong about; an empty base, so that it is checked first.
+template <class Model, class Objective, class Rule, class PolicySetType, class Observers>
+struct CheckTrainer {
+  static_assert(treadle::model<Model>,
+                "treadle::Trainer: the model lacks something that training needs; it must have named_parameters(), "
+                "named_buffers(), train(), eval(), is_training() and to(device), as torch::nn::Module has.");
+  static_assert(
+      !std::is_pointer_v<Objective>,
+      "treadle::Trainer: the objective is a bare function pointer, which would be called through memory at each "
+      "step; pass treadle::fn<your_function>{} instead.");
+  static_assert(
+      policy_set<PolicySetType>,
+      "treadle::Trainer: the fourth argument must be a set of policies; write treadle::policies(...) around them.");
+  static_assert(
+      is_observer_set<Observers>::value,
+      "treadle::Trainer: the fifth argument must be a set of observers; write treadle::observers(...) around them.");
+  static_assert(
+      update_rule<Rule>,
+      "treadle::Trainer: the third argument is not an update rule; use treadle::optim::AdamW and its like, or "
+      "treadle::optim::adapt(...) for a torch::optim optimizer (optim/concept.hpp lists what a rule needs).");
+  using P = PolicySetType;
+  static_assert(precision_policy<typename P::Precision>,
+                "treadle::Trainer: the precision policy lacks a call; precision/concept.hpp lists them.");
+  static_assert(parallelism_policy<typename P::Parallelism>,
+                "treadle::Trainer: the parallelism policy lacks a call; parallelism/concept.hpp lists them.");
+  static_assert(accumulation_policy<typename P::Accumulation>,
+                "treadle::Trainer: the accumulation policy lacks a call; accumulation/concept.hpp lists them.");
+  static_assert(checkpointing_policy<typename P::Checkpointing>,
+                "treadle::Trainer: the checkpointing policy lacks a call; checkpointing/concept.hpp lists them.");
+  static_assert(execution_policy<typename P::Execution>,
+                "treadle::Trainer: the execution policy lacks a call; execution/concept.hpp lists them.");
+  static_assert(clipping_policy<typename P::Clipping>,
+                "treadle::Trainer: the clipping policy lacks a call; clipping/concept.hpp lists them.");
+  static_assert(nonfinite_policy<typename P::NonFinite>,
+                "treadle::Trainer: the non-finite policy lacks a call; nonfinite/concept.hpp lists them.");
+  static_assert(averaging_policy<typename P::Averaging>,
+                "treadle::Trainer: the averaging policy lacks a call; averaging/concept.hpp lists them.");
+  static_assert(
+      capture_without_threads<P>,
+      "treadle::Trainer: execution::CudaGraph cannot capture parallelism::DataParallel, which drives a thread a "
+      "device; use parallelism::DistributedDataParallel, or execution::Eager.");
+  static_assert(
+      capture_without_search<P>,
+      "treadle::Trainer: execution::CudaGraph cannot capture a search for unused parameters "
+      "(DistributedDataParallel<ParameterUse::Find>); use ParameterUse::Every or Static, or execution::Eager.");
+  static_assert(
+      capture_without_offload<P>,
+      "treadle::Trainer: execution::CudaGraph cannot capture checkpointing::OffloadActivations; recompute instead "
+      "(checkpointing::CheckpointEveryBlock), or use execution::Eager.");
+  static_assert(
+      capture_without_host_rule<P, Rule>,
+      "treadle::Trainer: execution::CudaGraph cannot capture an adapted torch::optim optimizer, which steps on "
+      "the host; use a rule of treadle::optim (AdamW, Adam, Sgd), or execution::Eager.");
+  static_assert(
+      host_rule_may_synchronize<P, Rule>,
+      "treadle::Trainer: an adapted torch::optim optimizer steps on the host, so precision::Fp16, nonfinite::Skip "
+      "and nonfinite::Stop make it wait for the device in every step; accept that with "
+      "adapt<treadle::optim::HostSync::Allowed>(...), or use a rule of treadle::optim.");
+};
+
+/// Where the parameters were when the trainer was made.
+class Places {
+ public:
+  explicit Places(const ParameterList& parameters) {
+    for (const auto& parameter : parameters)
+      places_.emplace_back(parameter.model.device(), parameter.model.scalar_type());
+  }
+  auto operator[](std::size_t i) const { return places_[i]; }
+
+ private:
+  std::vector<std::pair<at::Device, at::ScalarType>> places_;
+};
+
+/// Throws `ConfigError` naming a parameter whose device or dtype is no longer what it was.
+inline void check_places(const ParameterList& parameters, const Places& places) {
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto& tensor = parameters[i].model;
+    const auto [device, dtype] = places[i];
+    if (tensor.device() == device && tensor.scalar_type() == dtype) continue;
+    throw ConfigError("treadle::Trainer: parameter '" + parameters[i].name + "' was " + c10::toString(dtype) + " on " +
+                      device.str() + " when the trainer was made and is now " + c10::toString(tensor.scalar_type()) +
+                      " on " + tensor.device().str() +
+                      "; choose device and precision by policies instead of moving the model afterwards.");
+  }
+}
+
+/// The loss as something to call backward() on; throws `ConfigError` or `DataError` if it is none.
+inline at::Tensor differentiable_scalar(const at::Tensor& value) {
+  if (!value.defined())
+    throw ConfigError("treadle::Trainer: the objective returned an undefined tensor; return the loss it computed.");
+  if (value.numel() != 1) [[unlikely]]
+    throw ConfigError("treadle::Trainer: the objective returned a loss of " + std::to_string(value.numel()) +
+                      " elements; reduce it to its mean(), or to a treadle::Loss of its sum() and count.");
+  if (!value.requires_grad()) [[unlikely]]
+    throw ConfigError(
+        "treadle::Trainer: the objective's loss has no gradient; it must depend on parameters that require "
+        "one, and must not be computed under no-grad or from detached tensors.");
+  if (value.dim() != 0) [[unlikely]]
+    return differentiable_scalar(value.reshape({}));
+  if (value.scalar_type() == at::kHalf || value.scalar_type() == at::kBFloat16) [[unlikely]]
+    return value.to(at::kFloat);  // a loss scale does not fit into fp16
+  return value;
+}
+
+/// Once, after the first step: parameters that got no gradient are most often forgotten ones.
+inline void report_idle(const std::vector<std::string>& names, const ParameterList& parameters) {
+  if (names.empty()) return;
+  std::string list;
+  for (std::size_t i = 0; i < names.size() && i < 5; ++i) list += (i ? ", '" : "'") + names[i] + "'";
+  if (names.size() > 5) list += " and " + std::to_string(names.size() - 5) + " more";
+  warn("treadle::Trainer: in the first step " + std::to_string(names.size()) + " of " +
+       std::to_string(parameters.size()) + " parameters got no gradient (" + list +
+       "); they are left as they are until they get one. Freeze them with requires_grad_(false) if that is meant.");
+}
+
+}  // namespace detail
+}  // namespace v0_1
+}  // namespace treadle

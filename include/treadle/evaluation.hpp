@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// Evaluation and prediction: what runs between steps and must leave no trace in them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/mul.h>
+
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "treadle/error.hpp"
+#include "treadle/loader.hpp"
+#include "treadle/metrics.hpp"
+#include "treadle/model.hpp"
+#include "treadle/objective.hpp"
+#include "treadle/observe/meter.hpp"
+#include "treadle/runtime/random.hpp"
+#include "treadle/step_context.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+
+/// Options of `evaluate` and `predict`.
+struct EvaluateOptions {
+  bool use_average = true;  ///< with an averaging policy: the averaged weights instead of the current ones
+};
+
+namespace detail {
+
+/// `model.forward(batch.data)`.
+struct ForwardData {
+  template <class Model, class Batch>
+  at::Tensor operator()(Model& model, const Batch& batch) const {
+    return model.forward(batch.data);
+  }
+};
+
+/// Evaluation mode, averaged weights and untouched generators for a scope, all put back whatever happens.
+template <class Trainer>
+class Evaluator {
+ public:
+  Evaluator(Trainer& trainer, const EvaluateOptions& options)
+      : trainer_(trainer),
+        averaged_(options.use_average && Trainer::Averaging::averages),
+        generators_(trainer.device()),
+        mode_(trainer.model()) {
+    if (!averaged_) return;
+    trainer_.averaging().use_average();
+    trainer_.precision().publish();
+  }
+  ~Evaluator() {
+    if (!averaged_) return;
+    trainer_.averaging().use_weights();
+    trainer_.precision().publish();
+  }
+  Evaluator(const Evaluator&) = delete;
+  Evaluator& operator=(const Evaluator&) = delete;
+
+ private:
+  Trainer& trainer_;
+  bool averaged_;
+  GeneratorGuard generators_;
+  EvaluationMode<std::remove_reference_t<decltype(std::declval<Trainer&>().model())>> mode_;
+};
+
+inline constexpr auto no_clock = [](auto&& next) { return next(); };
+
+template <class Trainer, class Range>
+Metrics evaluate(Trainer& trainer, Range& range, const EvaluateOptions& options) {
+  const Evaluator<Trainer> scope(trainer, options);
+  observe::Meter meter;
+  bool any = false;
+  for_each_batch<false>(
+      range,
+      [&](const auto& batch, bool) {
+        trainer.run_inference(batch, [&](auto& objective, auto& model, const auto& here) {
+          typename Trainer::Context context(trainer.checkpointing(), trainer.names());
+          context.set_training(false);
+          const std::int64_t rows = treadle::rows(here);
+          any = true;
+          if (rows == 0) return;
+          const Loss loss = call_objective(objective, model, here, context);
+          const at::Tensor value(loss.value.tensor_data());
+          const bool on_device = loss.device_count.defined();
+          const auto sum = loss.is_mean ? at::mul(value, static_cast<double>(loss.count)) : value;
+          meter.add("loss", sum.reshape({}), on_device ? 0.0 : static_cast<double>(loss.count), loss.device_count, {});
+          meter.add(context.records());
+        });
+        return true;
+      },
+      no_clock);
+  if (!any) throw DataError("treadle::Trainer::evaluate: the loader gave no batch; evaluation needs at least one.");
+  return meter.take().means();
+}
+
+template <class Trainer, class Range, class Forward>
+at::Tensor predict(Trainer& trainer, Range& range, Forward& forward, const EvaluateOptions& options) {
+  const Evaluator<Trainer> scope(trainer, options);
+  std::vector<at::Tensor> outputs;
+  for_each_batch<false>(
+      range,
+      [&](const auto& batch, bool) {
+        trainer.run_inference(batch,
+                              [&](auto&, auto& model, const auto& here) { outputs.push_back(forward(model, here)); });
+        return true;
+      },
+      no_clock);
+  if (outputs.empty())
+    throw DataError("treadle::Trainer::predict: the loader gave no batch; prediction needs at least one.");
+  return at::cat(outputs);
+}
+
+}  // namespace detail
+}  // namespace v0_1
+}  // namespace treadle

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loop around the step: epochs, log points, evaluation and the reasons to stop. Reads device values at log points
+// only.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "treadle/error.hpp"
+#include "treadle/loader.hpp"
+#include "treadle/observe/events.hpp"
+#include "treadle/observe/meter.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+
+/// Stop when a metric of the evaluation (of training, without one) has not improved for `patience` epochs.
+struct EarlyStop {
+  std::string metric = "loss";
+  std::int64_t patience = 3;
+  double min_delta = 0;   ///< an improvement smaller than this is none
+  bool maximize = false;  ///< whether larger is better
+};
+
+/// Options of `Trainer::fit`; a limit of 0 sets none.
+struct FitOptions {
+  std::int64_t epochs = 1;          ///< 0: until another limit
+  std::int64_t max_steps = 0;       ///< steps of this fit
+  double max_seconds = 0;           ///< checked after each step
+  std::int64_t log_every = 50;      ///< steps between log points, where device values are read
+  std::int64_t evaluate_every = 1;  ///< epochs between evaluations; the last epoch always has one
+  std::optional<EarlyStop> early_stop{};
+};
+
+namespace detail {
+
+struct NoLoader {};
+
+template <class Trainer>
+class Fit {
+ public:
+  Fit(Trainer& trainer, const FitOptions& options) : trainer_(trainer), options_(options) {
+    if (options.epochs < 0 || options.max_steps < 0 || !(options.max_seconds >= 0))
+      throw ConfigError(
+          "treadle::Trainer::fit: epochs, max_steps and max_seconds must not be negative; 0 sets no limit.");
+    if (options.epochs == 0 && options.max_steps == 0 && options.max_seconds == 0)
+      throw ConfigError("treadle::Trainer::fit: there is no limit; set epochs, max_steps or max_seconds.");
+    if (options.log_every < 1 || options.evaluate_every < 1)
+      throw ConfigError("treadle::Trainer::fit: log_every and evaluate_every must be at least 1.");
+    if (options.early_stop && options.early_stop->patience < 1)
+      throw ConfigError("treadle::Trainer::fit: early_stop needs a patience of at least 1 epoch.");
+  }
+
+  template <class Train, class Test>
+  FitResult run(Train&& train, Test&& test) {
+    begin(train, !std::is_same_v<std::remove_cvref_t<Test>, NoLoader>);
+    for (std::int64_t epoch = 0; !stop_ && (options_.epochs == 0 || epoch < options_.epochs); ++epoch) {
+      train_epoch(train, epoch);
+      const bool complete = !stop_;
+      trainer_.check();
+      if constexpr (!std::is_same_v<std::remove_cvref_t<Test>, NoLoader>) {
+        const bool last = stop_ || epoch + 1 == options_.epochs;
+        if (last || (epoch + 1) % options_.evaluate_every == 0) epoch_.test = trainer_.evaluate(test);
+      }
+      end_epoch(complete);
+    }
+    result_.stop_reason = stop_.value_or(StopReason::Finished);
+    result_.seconds = since(begin_);
+    static_cast<void>(trainer_.observers().on_fit_end(result_));
+    return std::move(result_);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static double since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+  template <class Train>
+  void begin(Train& train, bool evaluates) {
+    begin_ = Clock::now();
+    if (!trainer_.model().is_training()) trainer_.model().train();
+    trainer_.reset_window();
+    const std::int64_t batches = batches_of(train);
+    if (batches == 0) refuse_empty();
+    const auto per_step = static_cast<std::int64_t>(trainer_.accumulation().batches_per_step());
+    const std::int64_t epoch_steps = batches < 0 ? 0 : (batches + (drops_tail() ? 0 : per_step - 1)) / per_step;
+    std::int64_t total = epoch_steps * options_.epochs;
+    if (options_.max_steps > 0) total = total > 0 ? std::min(total, options_.max_steps) : options_.max_steps;
+    auto& rates = trainer_.rule().rates();
+    if (!rates.planned() || rates.follows_run()) rates.plan(total);
+    skipped_before_ = read_skipped();
+    observe::RunInfo info{.epochs = options_.epochs,
+                          .steps_per_epoch = epoch_steps,
+                          .total_steps = total,
+                          .device = trainer_.device().str(),
+                          .evaluates = evaluates};
+    for (const auto& parameter : trainer_.parameters())
+      if (parameter.model.requires_grad()) info.parameters += parameter.model.numel();
+    if (!trainer_.observers().on_fit_begin(info)) stop_ = StopReason::Requested;
+  }
+
+  template <class Train>
+  void train_epoch(Train& train, std::int64_t epoch) {
+    epoch_ = {};
+    epoch_.epoch = epoch;
+    epoch_begin_ = log_begin_ = Clock::now();
+    epoch_totals_ = {};
+    step_in_epoch_ = rows_ = epoch_rows_ = 0;
+    waited_ = epoch_waited_ = 0;
+    bool any = false;
+    if constexpr (reseedable_loader<Train>) train.set_epoch(epoch);
+    constexpr bool look_ahead = Trainer::Accumulation::windows && !Trainer::Accumulation::slices;
+    for_each_batch<look_ahead>(
+        train,
+        [&](const auto& batch, bool last) {
+          any = true;
+          rows_ += treadle::rows(batch);
+          if (auto done = trainer_.accumulate(batch, last && !drops_tail())) after_step(*done);
+          return !stop_;
+        },
+        [&](auto&& next) {
+          const auto asked = Clock::now();
+          auto value = next();
+          waited_ += since(asked);
+          return value;
+        });
+    if (!any) refuse_empty();
+    if (trainer_.accumulation().open()) trainer_.reset_window();  // the tail is to be dropped, or fit was stopped
+    if (steps_since_log_ > 0 || rows_ > 0) log_point(/*tell=*/false);
+    epoch_.rows_per_second = static_cast<double>(epoch_rows_) / std::max(since(epoch_begin_), 1e-9);
+    epoch_.data_wait = epoch_waited_ / std::max(since(epoch_begin_), 1e-9);
+  }
+
+  void after_step(const StepResult& done) {
+    meter_.add(done);
+    ++result_.steps;
+    ++step_in_epoch_;
+    ++steps_since_log_;
+    if (!trainer_.observers().on_step({done, epoch_.epoch, step_in_epoch_ - 1, result_.steps}))
+      request(StopReason::Requested);
+    if (options_.max_steps > 0 && result_.steps >= options_.max_steps) request(StopReason::MaxSteps);
+    if (options_.max_seconds > 0 && since(begin_) >= options_.max_seconds) request(StopReason::MaxTime);
+    if (steps_since_log_ >= options_.log_every) log_point(/*tell=*/true);
+  }
+
+  /// The only place in an epoch that reads from the device.
+  void log_point(bool tell) {
+    trainer_.check();
+    const auto totals = meter_.take();
+    epoch_totals_.add(totals);
+    result_.skipped = read_skipped() - skipped_before_;
+    const double seconds = std::max(since(log_begin_), 1e-9);
+    epoch_rows_ += rows_;
+    epoch_waited_ += waited_;
+    if (tell) {
+      observe::LogEvent event{.epoch = epoch_.epoch,
+                              .step_in_epoch = step_in_epoch_,
+                              .step = result_.steps,
+                              .skipped = result_.skipped,
+                              .metrics = totals.means(),
+                              .learning_rate = trainer_.rule().rates().of(0).template item<float>(),  // sync: log point
+                              .seconds = since(begin_),
+                              .steps_per_second = static_cast<double>(steps_since_log_) / seconds,
+                              .rows_per_second = static_cast<double>(rows_) / seconds,
+                              .data_wait = waited_ / seconds};
+      if constexpr (Trainer::Precision::scales_loss)
+        event.loss_scale = trainer_.precision().loss_scale().template item<float>();  // sync: log point
+      if (!trainer_.observers().on_log(event)) request(StopReason::Requested);
+    }
+    steps_since_log_ = 0;
+    rows_ = 0;
+    waited_ = 0;
+    log_begin_ = Clock::now();
+  }
+
+  void end_epoch(bool complete) {
+    epoch_.step = result_.steps;
+    epoch_.train = epoch_totals_.means();
+    epoch_.seconds = since(epoch_begin_);
+    if (complete) ++result_.epochs;
+    result_.history.push_back(epoch_);
+    if (!trainer_.observers().on_epoch(epoch_)) request(StopReason::Requested);
+    if (complete && options_.early_stop) early_stop(*options_.early_stop);
+  }
+
+  void early_stop(const EarlyStop& rule) {
+    const Metrics& metrics = epoch_.test ? *epoch_.test : epoch_.train;
+    const double value = metrics[rule.metric] * (rule.maximize ? -1 : 1);
+    if (std::isfinite(value) && value < best_ - rule.min_delta) {
+      best_ = value;
+      epochs_without_ = 0;
+    } else if (++epochs_without_ >= rule.patience) {
+      request(StopReason::EarlyStop);
+    }
+  }
+
+  void request(StopReason reason) {
+    if (!stop_) stop_ = reason;
+  }
+  bool drops_tail() const {
+    if constexpr (Trainer::Accumulation::drops_tail)
+      return trainer_.accumulation().drop_tail();
+    else
+      return false;
+  }
+  std::int64_t read_skipped() const {
+    return trainer_.skipped_steps().template item<std::int64_t>();
+  }  // sync: log point
+  [[noreturn]] static void refuse_empty() {
+    throw DataError("treadle::Trainer::fit: the training loader gave no batch; it needs at least one an epoch.");
+  }
+
+  Trainer& trainer_;
+  FitOptions options_;
+  FitResult result_;
+  observe::Meter meter_;
+  observe::Totals epoch_totals_;
+  observe::EpochEvent epoch_;
+  std::optional<StopReason> stop_;
+  Clock::time_point begin_, epoch_begin_, log_begin_;
+  std::int64_t step_in_epoch_ = 0;
+  std::int64_t steps_since_log_ = 0;
+  std::int64_t rows_ = 0;
+  std::int64_t epoch_rows_ = 0;
+  std::int64_t skipped_before_ = 0;
+  std::int64_t epochs_without_ = 0;
+  double waited_ = 0;
+  double epoch_waited_ = 0;
+  double best_ = std::numeric_limits<double>::infinity();
+};
+
+}  // namespace detail
+}  // namespace v0_1
+}  // namespace treadle

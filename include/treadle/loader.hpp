@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// What Treadle asks of a loader: an input range of batches. The rest is optional.
+#pragma once
+
+#include <concepts>
+#include <cstdint>
+#include <iterator>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+#include "treadle/version.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+
+namespace detail {
+using std::begin;
+using std::end;
+template <class L>
+concept batch_range = requires(L& loader) {
+  *begin(loader);
+  begin(loader) != end(loader);
+};
+}  // namespace detail
+
+/// A range of batches (a `torch::data` loader, a generator, a vector), or a pointer to one.
+template <class L>
+concept loader = detail::batch_range<std::remove_reference_t<L>> || requires(L& pointer) {
+  { *pointer } -> detail::batch_range;
+};
+
+/// A loader that knows how many batches it gives.
+template <class L>
+concept sized_loader = requires(const L& l) {
+  { l.size() } -> std::convertible_to<std::int64_t>;
+};
+
+/// A loader whose order depends on the epoch.
+template <class L>
+concept reseedable_loader = requires(L& l, std::int64_t epoch) {
+  l.set_epoch(epoch);
+};
+
+namespace detail {
+
+/// The range itself, where a pointer to one was given.
+template <class L>
+auto& range_of(L& given) {
+  if constexpr (batch_range<L>)
+    return given;
+  else
+    return *given;
+}
+
+/// Batches of a loader, or -1 if it does not know.
+template <class L>
+std::int64_t batches_of(const L& range) {
+  if constexpr (sized_loader<L>)
+    return static_cast<std::int64_t>(range.size());
+  else
+    return -1;
+}
+
+/// Calls `f(batch, last)` for each batch until it returns false. Only with `LookAhead` is `last` ever true, at the
+/// price of holding two batches; `waited(seconds)` is told how long each batch took to come.
+template <bool LookAhead, class Range, class F, class Waited>
+void for_each_batch(Range& range, F&& f, Waited&& waited) {
+  using std::begin;
+  using std::end;
+  auto it = waited([&] { return begin(range); });
+  auto last = end(range);
+  if constexpr (!LookAhead) {
+    while (it != last) {
+      if (!f(*it, false)) return;
+      waited([&] { return ++it, 0; });
+    }
+  } else {
+    using Value = std::remove_cvref_t<decltype(*it)>;
+    const auto take = [&]() -> Value {
+      if constexpr (std::copy_constructible<Value>)
+        return *it;
+      else
+        return std::move(*it);
+    };
+    while (it != last) {
+      std::optional<Value> current(take());
+      waited([&] { return ++it, 0; });
+      if (!f(std::as_const(*current), !(it != last))) return;
+    }
+  }
+}
+
+}  // namespace detail
+}  // namespace v0_1
+}  // namespace treadle

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an objective returns: a differentiable value and how much it counts.
+#pragma once
+
+#include <ATen/core/Reduction.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/cross_entropy_loss.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "treadle/error.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+
+/// A differentiable scalar with the number of things (rows, tokens) that it is the sum, or the mean, over.
+///
+/// `Loss{sum, count}` takes a sum, `Loss::mean(value, count)` a mean. The count may be a one-element device tensor (the
+/// tokens that are not ignored, say); it is never read on the host. Sums of ragged micro-batches and ranks come out as
+/// the mean over everything counted.
+class Loss {
+ public:
+  /// `sum`: a scalar tensor; `count`: how many things it sums over.
+  Loss(at::Tensor sum, std::int64_t count) : value(std::move(sum)), count(count), is_mean(false) {}
+
+  /// As above with a count on the device; `nominal` is its usual size on the host, which only sets the magnitude of the
+  /// numbers that are back-propagated (default: the batch's rows).
+  Loss(at::Tensor sum, at::Tensor count, std::int64_t nominal = 0)
+      : value(std::move(sum)), device_count(std::move(count)), count(nominal), is_mean(false) {}
+
+  /// A mean over `count` things.
+  static Loss mean(at::Tensor value, std::int64_t count) {
+    Loss loss(std::move(value), count);
+    loss.is_mean = true;
+    return loss;
+  }
+
+  at::Tensor value;         ///< scalar: the sum, or the mean if `is_mean`
+  at::Tensor device_count;  ///< undefined unless the count lives on the device
+  std::int64_t count;       ///< the count, or the nominal one where `device_count` is defined
+  bool is_mean;
+};
+
+/// Options of `mean_loss`.
+struct MeanLossOptions {
+  static constexpr std::int64_t none = INT64_MIN;
+  std::int64_t ignore_index = none;  ///< target value that does not count, such as -100; by default none is ignored
+  double label_smoothing = 0.0;      ///< in [0, 1], as in torch.nn.functional.cross_entropy
+};
+
+/// Cross entropy as a `Loss`: logits `[N, C]` or `[N, C, d...]` of any floating dtype, target `[N]` or `[N, d...]` of
+/// class indices, counted per target.
+///
+/// With `ignore_index` the ignored targets count nothing (all ignored: exact zeros, no NaN). A class out of range
+/// throws `DataError` on a CPU; on CUDA it is a device-side assert, which ends the process's use of the device.
+inline Loss mean_loss(const at::Tensor& logits, const at::Tensor& target, const MeanLossOptions& options = {}) {
+  try {
+    if (options.ignore_index == MeanLossOptions::none)
+      return Loss::mean(at::cross_entropy_loss(logits, target, {}, at::Reduction::Mean, options.ignore_index,
+                                               options.label_smoothing),
+                        target.numel());
+    return Loss(
+        at::cross_entropy_loss(logits, target, {}, at::Reduction::Sum, options.ignore_index, options.label_smoothing),
+        target.ne(options.ignore_index).sum(), target.numel());
+  } catch (const c10::IndexError& error) {
+    throw DataError("treadle::mean_loss: a target class is out of range for logits of " +
+                    std::to_string(logits.dim() > 1 ? logits.size(1) : logits.size(0)) + " classes (" +
+                    error.what_without_backtrace() +
+                    "); classes are 0 to C-1, and a value that marks targets to ignore goes in ignore_index.");
+  }
+}
+
+/// How many rows of `logits` `[N, C]` have their largest entry at `target` `[N]`: a scalar tensor, for `step.record`.
+inline at::Tensor correct(const at::Tensor& logits, const at::Tensor& target) {
+  return logits.detach().argmax(1).eq(target).sum();
+}
+
+}  // namespace v0_1
+}  // namespace treadle

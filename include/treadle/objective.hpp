@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// What Treadle asks of an objective.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <concepts>
+#include <functional>
+#include <type_traits>
+#include <utility>
+
+#include "treadle/batch.hpp"
+#include "treadle/loss.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+
+/// A plain function as an objective: `td::fn<loss>{}`, so that the call is known at compile time.
+template <auto Function>
+struct fn {
+  template <class... Args>
+  requires std::invocable<decltype(Function), Args...>
+  decltype(auto) operator()(Args&&... args) const { return std::invoke(Function, std::forward<Args>(args)...); }
+};
+
+namespace detail {
+
+template <class Objective, class Model, class Batch, class Context>
+inline constexpr bool takes_context = std::invocable<Objective&, Model&, const Batch&, Context&>;
+template <class Objective, class Model, class Batch>
+inline constexpr bool takes_batch = std::invocable<Objective&, Model&, const Batch&>;
+
+/// The objective's loss. A plain tensor is taken as the mean over the batch's rows.
+template <class Objective, class Model, class Batch, class Context>
+Loss call_objective(Objective& objective, Model& model, const Batch& batch, Context& context) {
+  constexpr bool with_context = takes_context<Objective, Model, Batch, Context>;
+  static_assert(
+      with_context || takes_batch<Objective, Model, Batch>,
+      "treadle::Trainer: the objective cannot be called as objective(model, batch) nor as objective(model, "
+      "batch, step) with this model and batch type; its parameters must be (Model&, const Batch&) or (Model&, "
+      "const Batch&, auto& step).");
+  const auto finish = [&](auto&& result) -> Loss {
+    using Result = std::remove_cvref_t<decltype(result)>;
+    static_assert(
+        std::same_as<Result, Loss> || std::same_as<Result, at::Tensor>,
+        "treadle::Trainer: the objective must return a treadle::Loss (a sum and its count) or a tensor (the mean "
+        "over the batch's rows).");
+    if constexpr (std::same_as<Result, Loss>)
+      return std::forward<decltype(result)>(result);
+    else
+      return Loss::mean(std::forward<decltype(result)>(result), treadle::rows(batch));
+  };
+  if constexpr (with_context)
+    return finish(objective(model, batch, context));
+  else if constexpr (takes_batch<Objective, Model, Batch>)
+    return finish(objective(model, batch));
+}
+
+}  // namespace detail
+}  // namespace v0_1
+}  // namespace treadle

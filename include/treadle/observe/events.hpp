@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// What observers are told. All but `StepEvent` hold host numbers only.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "treadle/metrics.hpp"
+#include "treadle/step_result.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+
+/// Why `fit` returned.
+enum class StopReason { Finished, MaxSteps, MaxTime, EarlyStop, Requested };
+
+/// In words, for tables and files.
+constexpr std::string_view to_string(StopReason reason) {
+  switch (reason) {
+    case StopReason::Finished:
+      return "finished";
+    case StopReason::MaxSteps:
+      return "step limit reached";
+    case StopReason::MaxTime:
+      return "time limit reached";
+    case StopReason::EarlyStop:
+      return "no further improvement";
+    case StopReason::Requested:
+      return "stop requested";
+  }
+  return "unknown";
+}
+
+namespace observe {
+
+/// Before the first step of `fit`.
+struct RunInfo {
+  std::int64_t epochs = 0;           ///< 0: until another limit
+  std::int64_t steps_per_epoch = 0;  ///< 0: unknown
+  std::int64_t total_steps = 0;      ///< 0: unknown
+  std::int64_t parameters = 0;       ///< elements that are trained
+  std::string device;                ///< "cpu", "cuda:0"
+  bool evaluates = false;
+};
+
+/// After each step; the result's tensors are on the device, and reading one waits for it.
+struct StepEvent {
+  const StepResult& result;
+  std::int64_t epoch = 0;          ///< from 0
+  std::int64_t step_in_epoch = 0;  ///< from 0
+  std::int64_t step = 0;           ///< steps made in this fit, this one included
+};
+
+/// At each log point: means since the last one.
+struct LogEvent {
+  std::int64_t epoch = 0;
+  std::int64_t step_in_epoch = 0;  ///< steps made in this epoch
+  std::int64_t step = 0;           ///< steps made in this fit
+  std::int64_t skipped = 0;        ///< steps skipped in this fit
+  Metrics metrics;                 ///< "loss", recorded values, "grad_norm" where it is measured
+  double learning_rate = 0;        ///< of the first group
+  std::optional<double> loss_scale{};
+  double seconds = 0;           ///< since fit began
+  double steps_per_second = 0;  ///< since the last log point
+  double rows_per_second = 0;
+  double data_wait = 0;  ///< share of the time since the last log point spent waiting for the loader
+};
+
+/// At the end of each epoch, after its evaluation.
+struct EpochEvent {
+  std::int64_t epoch = 0;  ///< from 0
+  std::int64_t step = 0;   ///< steps made in this fit
+  Metrics train;           ///< means over the epoch
+  std::optional<Metrics> test{};
+  double seconds = 0;          ///< of this epoch, its evaluation included
+  double rows_per_second = 0;  ///< while training
+  double data_wait = 0;        ///< share of the training time spent waiting for the loader
+};
+
+}  // namespace observe
+
+/// What `fit` did.
+struct FitResult {
+  StopReason stop_reason = StopReason::Finished;
+  std::int64_t epochs = 0;   ///< complete epochs
+  std::int64_t steps = 0;    ///< steps made, skipped ones included
+  std::int64_t skipped = 0;  ///< steps that changed nothing
+  double seconds = 0;
+  std::vector<observe::EpochEvent> history{};  ///< one entry an epoch
+
+  /// Metrics of the last evaluation; empty if there was none.
+  Metrics test() const {
+    for (auto it = history.rbegin(); it != history.rend(); ++it)
+      if (it->test) return *it->test;
+    return {};
+  }
+};
+
+}  // namespace v0_1
+}  // namespace treadle

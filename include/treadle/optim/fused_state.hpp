@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+// What AdamW, Adam and Sgd share: grouping, lazily made state by name, and the update on ATen's fused operations.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_div.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <optional>
+#include <span>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "treadle/error.hpp"
+#include "treadle/optim/learning_rate.hpp"
+#include "treadle/optim/parameter_group.hpp"
+#include "treadle/runtime/parameters.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+namespace optim {
+
+/// Parameters that one fused call updates: same device, dtypes, group, and the same steps behind them.
+struct Cohort {
+  std::vector<at::Tensor> parameters;          ///< masters
+  std::vector<std::vector<at::Tensor>> state;  ///< [slot][parameter], slots as the rule names them
+  std::vector<at::Tensor> steps;               ///< one tensor, repeated: ATen wants one a parameter
+  at::Tensor step;                             ///< applied steps, fp32
+  at::Tensor learning_rate;                    ///< fp32
+  double weight_decay = 0;
+  std::size_t begin = 0;  ///< place of the first gradient in the rule's order
+  std::size_t size = 0;
+};
+
+/// Run-time state of a rule on fused operations.
+///
+/// All parameters of a cohort share one step tensor, so a step counts once and not once a parameter. A parameter that
+/// gets no gradient in a step is left out of it, as PyTorch does, and its own count then parts from the others'.
+template <class Rule>
+class FusedState {
+ public:
+  FusedState(const Rule& rule, const ParameterList& parameters)
+      : rule_(rule),
+        parameters_(&parameters),
+        group_of_(assign_groups(rule.groups, parameters)),
+        rates_(rule.schedule, base_rates(rule), parameters.device()),
+        slots_(parameters.size()) {
+    for (const auto& parameter : parameters) idle_.push_back(&parameter.model);
+  }
+
+  LearningRate& rates() { return rates_; }
+  const LearningRate& rates() const { return rates_; }
+
+  /// The gradients of the window, in the rule's order and the masters' dtypes; the span stays valid until `release`.
+  template <class PrecisionState>
+  std::span<at::Tensor> collect(PrecisionState& precision) {
+    if (!gather()) [[unlikely]]
+      regroup();
+    precision.gradients(gradients_);
+    return gradients_;
+  }
+
+  /// One update. `divisor` (fp32, may be null): what gradients are to be divided by; `found_inf` (fp32, may be null): 1
+  /// leaves everything as it was; `applied` (int64, null with `found_inf`): 1 where the step counts.
+  void step(const at::Tensor* divisor, const at::Tensor* found_inf, const at::Tensor* applied) {
+    const at::NoGradGuard no_grad;
+    if (!rates_.planned()) [[unlikely]]
+      rates_.plan(0);
+    rates_.look_up();
+    divisor_ = divisor ? std::optional<at::Tensor>(*divisor) : std::nullopt;
+    found_inf_ = found_inf ? std::optional<at::Tensor>(*found_inf) : std::nullopt;
+    for (auto& cohort : cohorts_) {
+      if (applied)
+        cohort.step.add_(*applied);
+      else
+        cohort.step.add_(1);
+      rule_.update(cohort, at::TensorList(gradients_).slice(cohort.begin, cohort.size), divisor_, found_inf_);
+    }
+    rates_.advance(applied);
+  }
+
+  /// Makes the gradients true ones and shows them in the parameters' `.grad()`; nothing is left to divide by.
+  const at::Tensor* expose(const at::Tensor* divisor) {
+    if (divisor && !gradients_.empty()) at::_foreach_div_(gradients_, *divisor);
+    for (std::size_t i = 0; i < sources_.size(); ++i) sources_[i]->mutable_grad() = gradients_[i];
+    return nullptr;
+  }
+
+  /// Lets go of the gradients.
+  void release() {
+    for (auto& gradient : gradients_) gradient.reset();
+    for (const auto* source : sources_) source->mutable_grad().reset();
+    for (const auto* source : idle_) source->mutable_grad().reset();
+  }
+
+  /// Names of parameters that require a gradient and have got none so far.
+  std::vector<std::string> without_gradient() const {
+    std::vector<std::string> names;
+    for (std::size_t i = 0; i < slots_.size(); ++i)
+      if ((*parameters_)[i].model.requires_grad() && !slots_[i].step.defined()) names.push_back((*parameters_)[i].name);
+    return names;
+  }
+
+  /// Visits state by name: "exp_avg/<parameter>" and so on, "step/<parameter>", schedule position.
+  template <class Visitor>
+  void for_each_state(Visitor&& visit) {
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      if (!slots_[i].step.defined()) continue;
+      const auto& name = (*parameters_)[i].name;
+      visit("step/" + name, slots_[i].step);
+      for (std::size_t k = 0; k < slots_[i].state.size(); ++k)
+        visit(std::string(rule_.state_name(k)) + "/" + name, slots_[i].state[k]);
+    }
+    rates_.for_each_state(visit);
+  }
+
+ private:
+  struct Slot {
+    std::vector<at::Tensor> state;
+    at::Tensor step;              // shared within a cohort; undefined until the first gradient
+    bool state_is_fresh = false;  // made in the regrouping under way, so it has no company yet
+  };
+
+  static std::vector<double> base_rates(const Rule& rule) {
+    std::vector<double> rates{rule.learning_rate};
+    for (const auto& group : rule.groups) rates.push_back(rule.learning_rate * group.rate);
+    return rates;
+  }
+
+  // False if the set of parameters with a gradient is not the one that the cohorts were made for.
+  bool gather() {
+    for (std::size_t i = 0; i < sources_.size(); ++i) {
+      const at::Tensor& gradient = sources_[i]->grad();
+      if (!gradient.defined()) [[unlikely]]
+        return false;
+      gradients_[i] = gradient;
+    }
+    for (const auto* source : idle_)
+      if (source->grad().defined()) [[unlikely]]
+        return false;
+    return true;
+  }
+
+  // Cohorts are remade whenever the set of parameters with a gradient changes. Those who were together and are so still
+  // share a fresh copy of their count; those left out keep the old one, which nobody moves.
+  void regroup() {
+    const at::NoGradGuard no_grad;
+    using Key = std::tuple<at::Device, at::ScalarType, at::ScalarType, std::size_t, const void*>;
+    std::vector<std::pair<Key, std::vector<std::size_t>>> members;
+    idle_.clear();
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      const auto& parameter = (*parameters_)[i];
+      if (!parameter.model.grad().defined()) {
+        idle_.push_back(&parameter.model);
+        continue;
+      }
+      if (!slots_[i].step.defined()) make_state(i);
+      const bool fresh = slots_[i].state_is_fresh;
+      const Key key{parameter.master.device(), parameter.master.scalar_type(), parameter.model.scalar_type(),
+                    group_of_[i], fresh ? nullptr : slots_[i].step.unsafeGetTensorImpl()};
+      auto found = std::ranges::find(members, key, &std::pair<Key, std::vector<std::size_t>>::first);
+      if (found == members.end()) found = members.insert(found, {key, {}});
+      found->second.push_back(i);
+    }
+    cohorts_.clear();
+    sources_.clear();
+    gradients_.clear();
+    for (const auto& [key, indices] : members) cohorts_.push_back(make_cohort(indices));
+    for (const auto* source : sources_) gradients_.push_back(source->grad());
+  }
+
+  void make_state(std::size_t i) {
+    auto& slot = slots_[i];
+    const auto& parameter = (*parameters_)[i];
+    if (parameter.model.grad().is_sparse())
+      throw ConfigError("treadle::optim: parameter '" + parameter.name +
+                        "' has a sparse gradient, which the fused rules do not take; build the embedding with "
+                        "sparse(false), or use the torch::optim adapter.");
+    for (std::size_t k = 0; k < rule_.state_count(); ++k) slot.state.push_back(at::zeros_like(parameter.master));
+    slot.step = at::zeros({}, at::device(parameter.master.device()).dtype(at::kFloat));
+    slot.state_is_fresh = true;
+  }
+
+  Cohort make_cohort(const std::vector<std::size_t>& indices) {
+    Cohort cohort;
+    cohort.begin = sources_.size();
+    cohort.size = indices.size();
+    const auto group = group_of_[indices.front()];
+    cohort.learning_rate = rates_.of(group);
+    cohort.weight_decay = rule_.weight_decay;
+    if (group > 0) cohort.weight_decay = rule_.groups[group - 1].weight_decay.value_or(rule_.weight_decay);
+    cohort.step = slots_[indices.front()].step.clone();
+    cohort.state.resize(rule_.state_count());
+    for (const auto i : indices) {
+      auto& slot = slots_[i];
+      slot.step = cohort.step;
+      slot.state_is_fresh = false;
+      sources_.push_back(&(*parameters_)[i].model);
+      cohort.parameters.push_back((*parameters_)[i].master.detach());
+      cohort.steps.push_back(cohort.step);
+      for (std::size_t k = 0; k < slot.state.size(); ++k) cohort.state[k].push_back(slot.state[k]);
+    }
+    return cohort;
+  }
+
+  Rule rule_;
+  const ParameterList* parameters_;
+  std::vector<std::size_t> group_of_;
+  LearningRate rates_;
+  std::vector<Slot> slots_;                 // by parameter
+  std::vector<Cohort> cohorts_;             // by fused call
+  std::vector<const at::Tensor*> sources_;  // model parameters with a gradient, in the rule's order
+  std::vector<const at::Tensor*> idle_;     // those without
+  std::vector<at::Tensor> gradients_;
+  std::optional<at::Tensor> divisor_;
+  std::optional<at::Tensor> found_inf_;
+};
+
+}  // namespace optim
+}  // namespace v0_1
+}  // namespace treadle

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <span>
+
+#include "treadle/axis.hpp"
+#include "treadle/precision/autocast.hpp"
+#include "treadle/runtime/math_flags.hpp"
+#include "treadle/runtime/parameters.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+namespace precision {
+
+/// Autocast to bfloat16 around model and objective; weights, gradients and rule state stay fp32. Needs no loss scale.
+struct Bf16 {
+  using policy_axis = axis::Precision;
+  static constexpr bool scales_loss = false;
+  static constexpr bool master_weights = false;
+  static constexpr bool casts_inputs = false;
+
+  bool operator==(const Bf16&) const = default;
+  void check() const {}
+
+  class State {
+   public:
+    State(const Bf16&, ParameterList& parameters, const BufferList&, bool /*window*/)
+        : device_(parameters.device().type()) {}
+    MathFlags math() const { return MathFlags(false); }
+    Autocast autocast() const { return Autocast(device_, at::kBFloat16); }
+    template <class Batch>
+    void cast_inputs(Batch&) const {}
+    void gradients(std::span<at::Tensor>) const {}
+    void publish() const {}
+    template <class Visitor>
+    void for_each_state(Visitor&&) {}
+
+   private:
+    at::DeviceType device_;
+  };
+};
+
+}  // namespace precision
+}  // namespace v0_1
+}  // namespace treadle

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <span>
+
+#include "treadle/axis.hpp"
+#include "treadle/runtime/math_flags.hpp"
+#include "treadle/runtime/parameters.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+namespace precision {
+
+/// Full precision: TF32 off for cuBLAS and cuDNN while Treadle computes; fp64 models stay fp64.
+///
+/// This is the axis's no-op policy and the worked example of `precision/concept.hpp`.
+struct Fp32 {
+  using policy_axis = axis::Precision;
+  static constexpr bool scales_loss = false;
+  static constexpr bool master_weights = false;
+  static constexpr bool casts_inputs = false;
+
+  bool operator==(const Fp32&) const = default;
+  void check() const {}
+
+  class State {
+   public:
+    State(const Fp32&, ParameterList&, const BufferList&, bool /*window*/) {}
+    MathFlags math() const { return MathFlags(false); }
+    NoGuard autocast() const { return {}; }
+    template <class Batch>
+    void cast_inputs(Batch&) const {}
+    void gradients(std::span<at::Tensor>) const {}
+    void publish() const {}
+    template <class Visitor>
+    void for_each_state(Visitor&&) {}
+  };
+};
+
+}  // namespace precision
+}  // namespace v0_1
+}  // namespace treadle

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// Buffers are state: a skipped step must not leave the statistics of its bad batch behind.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <map>
+#include <vector>
+
+#include "treadle/runtime/parameters.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+namespace detail {
+
+/// Saves all buffers of a model and puts them back where a device flag says so, at one operation a dtype each way.
+///
+/// To that end the buffers are moved, once, into one storage a dtype, of which they become views.
+class BufferGuard {
+ public:
+  explicit BufferGuard(const BufferList& buffers) {
+    const at::NoGradGuard no_grad;
+    std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
+    for (const auto& buffer : buffers)
+      if (buffer.tensor.layout() == at::kStrided && buffer.tensor.numel() > 0)
+        by_dtype[buffer.tensor.scalar_type()].push_back(buffer.tensor);
+    for (auto& [dtype, tensors] : by_dtype) pool(tensors);
+  }
+
+  void save() {
+    for (std::size_t i = 0; i < live_.size(); ++i) saved_[i].copy_(live_[i]);
+  }
+  /// Puts back what `save` saw if `found_inf` (one element) is not 0. Selects, since 0 x NaN is NaN.
+  void restore(const at::Tensor& found_inf) {
+    if (live_.empty()) return;
+    const auto bad = found_inf.ne(0);
+    for (std::size_t i = 0; i < live_.size(); ++i) live_[i].copy_(at::where(bad, saved_[i], live_[i]));
+  }
+  void restore() {
+    for (std::size_t i = 0; i < live_.size(); ++i) live_[i].copy_(saved_[i]);
+  }
+
+ private:
+  void pool(std::vector<at::Tensor>& tensors) {
+    constexpr std::int64_t alignment = 64;  // elements: every view stays aligned for vector loads
+    std::int64_t total = 0;
+    for (const auto& tensor : tensors) total += (tensor.numel() + alignment - 1) / alignment * alignment;
+    auto flat = at::zeros({total}, tensors.front().options());
+    std::int64_t offset = 0;
+    for (auto& tensor : tensors) {
+      auto view = flat.narrow(0, offset, tensor.numel()).view(tensor.sizes());
+      view.copy_(tensor);
+      tensor.set_data(view);
+      offset += (tensor.numel() + alignment - 1) / alignment * alignment;
+    }
+    live_.push_back(flat);
+    saved_.push_back(at::empty_like(flat));
+  }
+
+  std::vector<at::Tensor> live_;
+  std::vector<at::Tensor> saved_;
+};
+
+}  // namespace detail
+}  // namespace v0_1
+}  // namespace treadle

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parameters and buffers of one trainer, by name.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "treadle/version.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+
+/// One named parameter.
+struct Parameter {
+  std::string name;
+  /// What the model computes with and autograd differentiates.
+  at::Tensor model;
+  /// What the rule updates: `model` itself, or its fp32 master.
+  at::Tensor master;
+};
+
+/// One named buffer.
+struct Buffer {
+  std::string name;
+  at::Tensor tensor;
+};
+
+/// The buffers of a model, each tensor once, in the model's order.
+using BufferList = std::vector<Buffer>;
+
+/// The parameters of a model, each tensor once, in the model's order, with the device they live on.
+class ParameterList {
+ public:
+  ParameterList(std::vector<Parameter> parameters, at::Device device)
+      : parameters_(std::move(parameters)), device_(device) {}
+
+  at::Device device() const { return device_; }
+  std::size_t size() const { return parameters_.size(); }
+  auto begin() { return parameters_.begin(); }
+  auto end() { return parameters_.end(); }
+  auto begin() const { return parameters_.begin(); }
+  auto end() const { return parameters_.end(); }
+  Parameter& operator[](std::size_t i) { return parameters_[i]; }
+  const Parameter& operator[](std::size_t i) const { return parameters_[i]; }
+
+  /// Releases every gradient, so that the next backward pass writes instead of adding.
+  void release_gradients() const {
+    for (const auto& parameter : parameters_) parameter.model.mutable_grad().reset();
+  }
+
+ private:
+  std::vector<Parameter> parameters_;
+  at::Device device_;
+};
+
+}  // namespace v0_1
+}  // namespace treadle

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one context that an objective sees: `step`.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+
+#include <concepts>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "treadle/error.hpp"
+#include "treadle/records.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+
+/// What an objective may do besides computing its loss: record values and name the blocks to checkpoint.
+template <class Checkpointing>
+class StepContext {
+ public:
+  StepContext(Checkpointing& checkpointing, NameTable& names) : checkpoint(checkpointing), names_(names) {}
+  StepContext(const StepContext&) = delete;
+  StepContext& operator=(const StepContext&) = delete;
+
+  /// Records `sum` over `count` things under `name`: reported is the total of the sums over the total of the counts,
+  /// over window, epoch and ranks. `sum` is a scalar tensor, which stays on the device, or a number.
+  void record(std::string_view name, const at::Tensor& sum, std::int64_t count) {
+    records_.add(names_.intern(name), scalar(name, sum), static_cast<double>(count));
+  }
+  /// As above with a scalar count tensor on the device.
+  void record(std::string_view name, const at::Tensor& sum, const at::Tensor& count) {
+    records_.add(names_.intern(name), scalar(name, sum), 0.0, scalar(name, count));
+  }
+  void record(std::string_view name, double sum, std::int64_t count) {
+    records_.add(names_.intern(name), at::full({}, sum, at::kDouble), static_cast<double>(count));
+  }
+
+  /// `step.checkpoint(block, x...)` is `block(x...)`, with its activations kept or recomputed as the policy says;
+  /// `step.checkpoint.cheap(name, f, x...)` marks a region that is cheap to recompute.
+  Checkpointing& checkpoint;
+
+  /// Whether this is a training step (not `evaluate`).
+  bool training() const { return training_; }
+
+  Records& records() { return records_; }
+  void set_training(bool training) { training_ = training; }
+
+ private:
+  static at::Tensor scalar(std::string_view name, const at::Tensor& value) {
+    if (value.numel() != 1)
+      throw DataError("treadle: step.record(\"" + std::string(name) + "\") was given a tensor of " +
+                      std::to_string(value.numel()) + " elements; record a scalar, such as its sum().");
+    at::Tensor plain(value.tensor_data());  // without its graph
+    return plain.dim() == 0 ? plain : plain.reshape({});
+  }
+
+  NameTable& names_;
+  Records records_;
+  bool training_ = true;
+};
+
+}  // namespace v0_1
+}  // namespace treadle
