@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Uses CUDA graphs, NCCL, the CUDA runtime and NVRTC: all of it must build from LibTorch's wheels without a CUDA toolkit.
+// Uses CUDA graphs, NCCL, the CUDA runtime and NVRTC: all of it must build from LibTorch's wheels without a
+// CUDA toolkit.
 #include <ATen/cuda/CUDAGraph.h>
 #include <cuda_runtime.h>
 #include <nvrtc.h>

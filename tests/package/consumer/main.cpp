@@ -6,7 +6,9 @@
 #ifdef SECOND_UNIT
 extern "C" double unit();
 #else
-static double unit() { return train(); }
+static double unit() {
+  return train();
+}
 #endif
 
 #ifdef EXPECT_CPU_ONLY

@@ -5,4 +5,6 @@
 #ifndef UNIT
 #define UNIT unit
 #endif
-extern "C" double UNIT() { return train(); }
+extern "C" double UNIT() {
+  return train();
+}
