@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads a file, plain or gzip, piece by piece: what a header claims never decides how much memory is taken. No torch here.
+// Reads a file, plain or gzip, piece by piece: what a header claims never decides how much memory is taken. No torch
+// here.
 #pragma once
 
 #if TREADLE_HAS_ZLIB
@@ -111,7 +112,9 @@ class ByteSource {
   [[noreturn]] void begin_gzip() const {
     fail("is compressed with gzip, which this build cannot read; unpack it with gunzip, or build Treadle with zlib");
   }
-  std::size_t read_gzip(unsigned char*, std::size_t) { begin_gzip(); }
+  std::size_t read_gzip(unsigned char*, std::size_t) {
+    begin_gzip();
+  }
 #endif
 
   std::filesystem::path path_;

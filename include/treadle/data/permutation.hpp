@@ -18,7 +18,8 @@ namespace data {
 class KeyedGenerator {
  public:
   /// Neighboring seeds and streams give unrelated numbers.
-  constexpr KeyedGenerator(std::uint64_t seed, std::uint64_t stream) : state_(mix(seed + step) ^ mix(mix(stream + 2 * step))) {}
+  constexpr KeyedGenerator(std::uint64_t seed, std::uint64_t stream)
+      : state_(mix(seed + step) ^ mix(mix(stream + 2 * step))) {}
 
   constexpr std::uint64_t operator()() { return mix(state_ += step); }
 

@@ -31,8 +31,8 @@ struct TensorLoaderOptions {
 /// gone through, and that may be left early.
 ///
 /// The order is a pure function of (seed, epoch). The first pass is epoch 0, each further one the next; `set_epoch`
-/// chooses. No default random generator is touched. Without `shuffle` batches are views of the data. `B` is any batch type
-/// whose tensors have the rows as their first dimension. Iterators need the loader to stay where it is.
+/// chooses. No default random generator is touched. Without `shuffle` batches are views of the data. `B` is any batch
+/// type whose tensors have the rows as their first dimension. Iterators need the loader to stay where it is.
 ///
 /// Throws `ConfigError` for a batch size below 1, `DataError` for tensors of different lengths or devices.
 template <class B = Batch>
@@ -94,7 +94,8 @@ class TensorLoader {
       batch_ = loader_->data_;
       const at::Tensor chosen = order_.defined() ? order_.narrow(0, begin, rows) : at::Tensor();
       treadle::for_each_tensor(batch_, [&](at::Tensor& tensor) {
-        if (tensor.defined()) tensor = chosen.defined() ? tensor.index_select(0, chosen) : tensor.narrow(0, begin, rows);
+        if (tensor.defined())
+          tensor = chosen.defined() ? tensor.index_select(0, chosen) : tensor.narrow(0, begin, rows);
       });
     }
 

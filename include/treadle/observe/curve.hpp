@@ -42,8 +42,13 @@ class Curve {
     before_ += steps_;
     steps_ = 0;
   }
-  void on_log(const LogEvent& event) { add(event.step, event.metrics, &treadle::detail::Panel::train); }
+  void on_log(const LogEvent& event) {
+    logged_ = true;
+    add(event.step, event.metrics, &treadle::detail::Panel::train);
+  }
   void on_epoch(const EpochEvent& event) {
+    // An epoch too short for a log point is a point itself.
+    if (!std::exchange(logged_, false)) add(event.step, event.train, &treadle::detail::Panel::train);
     if (event.test) add(event.step, *event.test, &treadle::detail::Panel::test);
     write();
   }
@@ -90,6 +95,7 @@ class Curve {
   std::vector<treadle::detail::Panel> panels_;
   std::int64_t before_ = 0;  ///< steps of earlier fits
   std::int64_t steps_ = 0;
+  bool logged_ = false;
   bool warned_ = false;
 };
 

@@ -25,22 +25,22 @@ struct ProgressBarOptions {
   double updates_per_second = 10;  ///< redraws at most, must be positive
 };
 
-/// Shows epoch, steps, loss, metrics, rates and remaining time in one line that is redrawn in place, then one line an epoch.
+/// Shows epoch, steps, loss, metrics, rates and remaining time in one line that is redrawn in place, then one line an
+/// epoch.
 ///
-/// Where standard output is not a terminal only the line an epoch is written. Between log points it counts steps and reads
-/// no tensor, so that it never waits for the device. An unknown number of steps is shown as a count alone.
+/// Where standard output is not a terminal only the line an epoch is written. Between log points it counts steps and
+/// reads no tensor, so that it never waits for the device. An unknown number of steps is shown as a count alone.
 class ProgressBar {
  public:
   explicit ProgressBar(ProgressBarOptions options = {}) : options_(options) {
     if (!(options.updates_per_second > 0))
       throw ConfigError("observe::ProgressBar: updates_per_second must be positive.");
   }
-  ProgressBar(ProgressBar&& other) noexcept
-      : options_(other.options_), state_(std::exchange(other.state_, State{})) {}
+  ProgressBar(ProgressBar&& other) noexcept : options_(other.options_), state_(std::exchange(other.state_, State{})) {}
   ProgressBar& operator=(ProgressBar&&) = delete;
   ~ProgressBar() {
     try {
-      erase();  // left over if fit ended by an exception
+      erase();       // left over if fit ended by an exception
     } catch (...) {  // a sink that fails must not end the program from a destructor
     }
   }
@@ -68,7 +68,8 @@ class ProgressBar {
   void on_log(const LogEvent& event) {
     if (!state_.live) return;
     state_.log = event;
-    if (Clock::now() - state_.drawn >= std::chrono::duration<double>(1 / options_.updates_per_second)) draw(Clock::now());
+    if (Clock::now() - state_.drawn >= std::chrono::duration<double>(1 / options_.updates_per_second))
+      draw(Clock::now());
   }
 
   void on_epoch(const EpochEvent& event) {
@@ -145,7 +146,8 @@ class ProgressBar {
     };
     std::string count = std::to_string(done);
     if (known) count.insert(0, std::to_string(total).size() - count.size(), ' ');
-    std::vector<Part> parts{{0, epoch_text(state_.epoch)}, {0, count + (known ? "/" + std::to_string(total) : " steps")}};
+    std::vector<Part> parts{{0, epoch_text(state_.epoch)},
+                            {0, count + (known ? "/" + std::to_string(total) : " steps")}};
     for (const auto& [name, value] : state_.log.metrics)
       parts.push_back({name == "loss" ? 1 : 4, name + " " + treadle::detail::metric_number(value)});
     if (state_.log.skipped > 0) parts.push_back({3, std::to_string(state_.log.skipped) + " skipped"});
@@ -163,7 +165,8 @@ class ProgressBar {
     for (int rank = 5; rank > 0 && width() > columns; --rank)
       std::erase_if(parts, [&](const Part& part) { return part.rank == rank; });
     const std::size_t room = std::min<std::size_t>(columns - std::min(width(), columns), 42);
-    if (known && room >= 12) parts.insert(parts.begin() + 1, {0, bar(static_cast<double>(done) / static_cast<double>(total), room - 2)});
+    if (known && room >= 12)
+      parts.insert(parts.begin() + 1, {0, bar(static_cast<double>(done) / static_cast<double>(total), room - 2)});
     std::string line;
     for (const Part& part : parts) line += (line.empty() ? "" : "  ") + part.text;
     return std::string(treadle::detail::cut_text(line, columns));
@@ -186,8 +189,10 @@ class ProgressBar {
     std::string text;
     for (std::size_t i = 0; i < width; ++i) {
       const std::size_t filled = halves > 2 * i ? halves - 2 * i : 0;
-      if (state_.utf8) text += filled >= 2 ? "━" : filled == 1 ? "╸" : "─";
-      else text += filled >= 2 ? '=' : filled == 1 ? '>' : '.';
+      if (state_.utf8)
+        text += filled >= 2 ? "━" : filled == 1 ? "╸" : "─";
+      else
+        text += filled >= 2 ? '=' : filled == 1 ? '>' : '.';
     }
     return text;
   }

@@ -82,7 +82,7 @@ struct Axis {
     axis.decimals = std::clamp(static_cast<int>(-std::floor(std::log10(axis.tick) + 1e-9)), 0, 9);
     return axis;
   }
-  int ticks() const { return static_cast<int>(std::lround((high - low) / tick)) + 1; }
+  int ticks() const { return static_cast<int>(std::floor((high - low) / tick + 1e-9)) + 1; }
   double at(int index) const { return low + index * tick; }
   double share(double value) const { return (value - low) / (high - low); }
 };

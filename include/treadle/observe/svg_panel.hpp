@@ -31,25 +31,27 @@ inline constexpr std::string_view svg_style =
     ".title{font-size:14px;font-weight:600;fill:#1f2328}\n"
     ".page{fill:#ffffff}.grid{stroke:#e4e8ec}.axis{stroke:#8c959f}\n"
     ".line{fill:none;stroke-width:1.75;stroke-linejoin:round;stroke-linecap:round}\n"
-    ".train{stroke:#3572d6}.test{stroke:#d4691e}.dot{fill:#d4691e}.end{font-weight:600;fill:#b4540f}\n"
+    ".train{stroke:#3572d6}.test{stroke:#d4691e}.dot{fill:#d4691e}\n"
+    ".end-train,.end-test{font-weight:600}.end-train{fill:#2459b3}.end-test{fill:#b4540f}\n"
     "@media (prefers-color-scheme:dark){\n"
     "text{fill:#9aa4af}.title{fill:#e6edf3}.page{fill:#0d1117}.grid{stroke:#262c34}.axis{stroke:#6e7781}\n"
-    ".train{stroke:#6cb0ff}.test{stroke:#f2a45c}.dot{fill:#f2a45c}.end{fill:#f6b87e}}\n"
+    ".train{stroke:#6cb0ff}.test{stroke:#f2a45c}.dot{fill:#f2a45c}\n"
+    ".end-train{fill:#8cc2ff}.end-test{fill:#f6b87e}}\n"
     "</style>\n";
 
 /// Draws a panel whose upper left corner is at (x, y).
 class SvgPanel {
  public:
-  static constexpr double width = 400;
+  static constexpr double width = 420;
   static constexpr double height = 270;
 
   SvgPanel(const Panel& panel, double x, double y) : train_(panel.train.points()), test_(panel.test.points()) {
     left_ = x + 58;
-    right_ = x + width - 22;
+    right_ = x + width - 66;  // room for the last value
     top_ = y + 46;
     bottom_ = y + height - 44;
-    x_axis_ = range(&Series::Point::x, 5);
-    y_axis_ = range(&Series::Point::y, 5);
+    x_axis_ = axis_of(&Series::Point::x);
+    y_axis_ = axis_of(&Series::Point::y);
     text(left_, y + 26, "class=\"title\"", xml_text(panel.name));
     legend(y + 26);
     axes();
@@ -63,7 +65,7 @@ class SvgPanel {
  private:
   using Points = std::vector<Series::Point>;
 
-  Axis range(double Series::Point::*member, int ticks) const {
+  Axis axis_of(double Series::Point::*member) const {
     double low = std::numeric_limits<double>::infinity();
     double high = -low;
     for (const Points* points : {&train_, &test_}) {
@@ -73,7 +75,10 @@ class SvgPanel {
         high = std::max(high, point.*member);
       }
     }
-    return Axis::over(member == &Series::Point::x ? std::min(low, 0.0) : low, high, ticks);
+    if (member == &Series::Point::y) return Axis::over(low, high, 5);
+    Axis axis = Axis::over(std::min(low, 0.0), high, 5);
+    if (high > axis.low) axis.high = high;  // the curve reaches the right edge, where its last value stands
+    return axis;
   }
 
   static std::string px(double value) { return fixed_number(value, 1); }
@@ -139,11 +144,10 @@ class SvgPanel {
     if (test_.size() <= 60)
       for (const auto& point : test_)
         if (std::isfinite(point.y)) dot(across(point.x), down(point.y));
-    if (test_.empty() || !std::isfinite(test_.back().y)) return;
-    const double y = down(test_.back().y);
-    const bool above = y - top_ > 24;  // beside the end of the curve, on the side that has room
-    text(across(test_.back().x), above ? y - 9 : y + 18, "class=\"end\" text-anchor=\"end\"",
-         metric_number(test_.back().y));
+    const Points& last = test_.empty() ? train_ : test_;
+    if (last.empty() || !std::isfinite(last.back().y)) return;
+    text(across(last.back().x) + 9, down(last.back().y) + 4,
+         test_.empty() ? "class=\"end-train\"" : "class=\"end-test\"", metric_number(last.back().y));
   }
 
   Points train_;

@@ -53,7 +53,7 @@ class ConsoleSink {
 
 struct SinkSlot {
   std::recursive_mutex mutex;  // recursive: a sink may call say() for the sink that it wraps
-  std::shared_ptr<const Sink> sink = std::make_shared<const Sink>(ConsoleSink{});
+  std::shared_ptr<Sink> sink = std::make_shared<Sink>(ConsoleSink{});
 };
 
 inline SinkSlot& sink_slot() {
@@ -68,7 +68,7 @@ inline Sink set_sink(Sink sink) {
   if (!sink) sink = detail::ConsoleSink{};
   auto& slot = detail::sink_slot();
   const std::scoped_lock lock(slot.mutex);
-  return *std::exchange(slot.sink, std::make_shared<const Sink>(std::move(sink)));
+  return *std::exchange(slot.sink, std::make_shared<Sink>(std::move(sink)));
 }
 
 /// Gives `text` to the sink.
