@@ -7,7 +7,7 @@ import pathlib
 import subprocess
 import sys
 
-WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Werror"]
+WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 
 
 def check(command, header):
