@@ -18,7 +18,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-using Batch = torch::data::Example<>;
+using Batch = td::Batch;
 
 struct CrossEntropy {
   auto operator()(NetImpl& net, const Batch& batch, auto& step) const {
