@@ -25,9 +25,7 @@ struct CaseNames : doctest::IReporter {
   explicit CaseNames(const doctest::ContextOptions&) {}
   void report_query(const doctest::QueryData&) override {}
   void test_run_start() override {}
-  void test_run_end(const doctest::TestRunStats& stats) override {
-    cases_run = stats.numTestCasesPassingFilters;
-  }
+  void test_run_end(const doctest::TestRunStats& stats) override { cases_run = stats.numTestCasesPassingFilters; }
   void test_case_start(const doctest::TestCaseData& data) override { running_case = data.m_name; }
   void test_case_reenter(const doctest::TestCaseData&) override {}
   void test_case_end(const doctest::CurrentTestCaseStats&) override {}
@@ -52,8 +50,7 @@ bool cuda_or_fail() {
   if (torch::cuda::is_available()) return true;
   const char* demanded = std::getenv("TREADLE_CUDA_TESTS");
   if (demanded != nullptr && std::string(demanded) == "1") {
-    throw std::runtime_error(
-        "this build demands CUDA tests (TREADLE_CUDA_TESTS=1), and there is no CUDA device");
+    throw std::runtime_error("this build demands CUDA tests (TREADLE_CUDA_TESTS=1), and there is no CUDA device");
   }
   return false;
 }
