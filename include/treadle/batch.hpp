@@ -28,7 +28,7 @@ concept data_target = requires(T& batch) {
   { batch.data } -> std::convertible_to<at::Tensor&>;
   { batch.target } -> std::convertible_to<at::Tensor&>;
 }
-&&(!std::is_aggregate_v<T> || field_count<T> == 2);
+&&(!std::is_aggregate_v<T> || (field_count<T> == 2 && !derived_aggregate<T>));
 
 // The customization points are objects, which argument-dependent lookup passes over, so that what it finds here can
 // only be a user's overload.

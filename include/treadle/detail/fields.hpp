@@ -23,6 +23,18 @@ struct AnyField {
   operator T() const;  // only named in unevaluated code
 };
 
+// Converts to base classes of T only.
+template <class T>
+struct AnyBase {
+  template <class U>
+  requires(std::is_base_of_v<U, T> && !std::same_as<U, T>) operator U() const;
+};
+/// An aggregate with a base class: the base counts as one field, but its members cannot be bound together with T's own.
+template <class T>
+concept derived_aggregate = std::is_aggregate_v<std::remove_const_t<T>> && requires {
+  std::remove_const_t<T>{AnyBase<std::remove_const_t<T>>{}};
+};
+
 template <class T, class... Fields>
 consteval std::size_t count_fields() {
   if constexpr (sizeof...(Fields) > 12)
@@ -40,7 +52,10 @@ inline constexpr std::size_t field_count = count_fields<std::remove_const_t<T>>(
 /// Calls `f(field)` for each field of an aggregate, in order.
 template <class T, class F>
 void for_each_field(T& object, F&& f) {
-  constexpr std::size_t count = field_count<T>;
+  static_assert(!derived_aggregate<T>,
+                "treadle: a batch type, or a field of one, derives from another type, which hides where its tensors "
+                "are; give it a member for_each_tensor(f) that calls f on each of them, or write it without a base.");
+  constexpr std::size_t count = derived_aggregate<T> ? 0 : field_count<T>;
   static_assert(count <= 12,
                 "treadle: a batch type has more than 12 fields; give it a member for_each_tensor(f) that calls f on "
                 "each of its tensors.");
