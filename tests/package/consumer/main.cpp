@@ -12,11 +12,32 @@ static double unit() {
 #endif
 
 #ifdef EXPECT_CPU_ONLY
+#include <string>
+#include <treadle/data/fashion_mnist.hpp>
+
 static_assert(TREADLE_HAS_CUDA == 0 && TREADLE_HAS_NCCL == 0, "the emulated LibTorch has no CUDA");
+static_assert(TREADLE_HAS_ZLIB == 0, "this consumer asked for no zlib");
+
+// A device that this LibTorch cannot have is a sentence, and the CPU goes on training.
+static bool cuda_is_a_sentence() {
+  try {
+    Line line;
+    td::Trainer trainer{line, SquaredError{}, td::optim::Sgd{.learning_rate = 0.1},
+                        td::policies(td::parallelism::SingleDevice{.device = at::kCUDA})};
+  } catch (const td::ConfigError& error) {
+    return std::string(error.what()).find("LibTorch sees 0 CUDA devices") != std::string::npos;
+  }
+  return false;
+}
+#else
+static bool cuda_is_a_sentence() {
+  return true;
+}
 #endif
 static_assert(CONSUMER_FLAG == 1, "the consumer's own flags are in force");
 
 int main() {
+  if (!cuda_is_a_sentence()) return 1;
   const double here = train();
   const double there = unit();
   std::printf("losses %.9g %.9g\n", here, there);
