@@ -12,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "treadle/batch.hpp"
 #include "treadle/error.hpp"
 #include "treadle/loader.hpp"
 #include "treadle/observe/events.hpp"
