@@ -50,10 +50,15 @@ class Stop::State {
   template <class Window, class Verdict>
   void judge(const Window& window, Verdict& verdict, bool loss_scale) {
     auto& found_inf = verdict.found_inf();
-    if (window.losses().empty()) return;  // a window that counted nothing is skipped anyway
+    if (window.empty()) {  // a window that counted nothing is skipped anyway, and is a step like any other
+      step_.add_(stopped_.eq(0));
+      return;
+    }
     auto bad = at::isfinite(at::stack(window.losses())).logical_not();
     auto bad_loss = bad.any().to(at::kFloat);
     auto fatal = loss_scale ? bad_loss : at::maximum(bad_loss, found_inf);
+    if (!loss_scale && window.counts_on_device())  // a window that counted nothing is skipped, and nothing is wrong
+      fatal = at::where(window.total_count().le(0), bad_loss, fatal);
     auto first = at::argmax(bad.to(at::kInt)).masked_fill(bad_loss.eq(0), -1);
     auto before = stopped_.ne(0);
     micro_batch_.copy_(at::where(before, micro_batch_, first));
