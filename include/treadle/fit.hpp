@@ -84,6 +84,7 @@ class Fit {
   template <class Train>
   void begin(Train& train, bool evaluates) {
     begin_ = Clock::now();
+    trainer_.check();
     if (!trainer_.model().is_training()) trainer_.model().train();
     trainer_.reset_window();
     const std::int64_t batches = batches_of(train);

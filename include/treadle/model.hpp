@@ -81,7 +81,8 @@ at::Tensor item_tensor(const Item& item) {
     return item.value;
 }
 
-/// Parameters in the model's order, tied ones once. Throws `ConfigError` for integer and complex ones.
+/// Parameters in the model's order, tied ones once, without the gradients that they may have from before. Throws
+/// `ConfigError` for integer and complex ones.
 template <class M>
 ParameterList list_parameters(M& m, at::Device device) {
   std::vector<Parameter> parameters;
@@ -95,6 +96,7 @@ ParameterList list_parameters(M& m, at::Device device) {
                         c10::toString(tensor.scalar_type()) +
                         "; only floating-point tensors can be trained, so register it as a buffer.");
     any |= tensor.requires_grad();
+    tensor.mutable_grad().reset();  // or the first backward pass would add to it
     parameters.push_back({item_name(item), tensor, tensor});
   }
   if (!any)
