@@ -17,6 +17,10 @@
 #include "golden/reference.hpp"
 #include "support/skip.hpp"
 
+// LibTorch's logging header defines a CHECK of its own, which ends the program.
+#undef CHECK
+#define CHECK DOCTEST_CHECK
+
 namespace td = treadle;
 
 namespace golden {
