@@ -69,8 +69,7 @@ inline auto model(NoMode& net) {
   return sizeof(td::Trainer{net, Objective{}, td::optim::AdamW{}});
 }
 #elif CASE == 2
-// Arguments in another order.
-// expect: treadle::Trainer: the third argument is not an update rule
+// Arguments in another order: two sentences, of which clang gives the first.
 // expect: treadle::Trainer: the fourth argument must be a set of policies
 inline auto swapped(Net& net) {
   return sizeof(td::Trainer{net, Objective{}, td::policies(td::precision::Bf16{}), td::optim::AdamW{}});
