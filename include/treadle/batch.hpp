@@ -81,7 +81,7 @@ struct ForEachTensor {
 
 struct Rows {
   template <class B>
-  std::int64_t operator()(const B& batch) const {
+  [[gnu::always_inline]] std::int64_t operator()(const B& batch) const {
     if constexpr (requires {
                     { batch.rows() } -> std::convertible_to<std::int64_t>;
                   })
@@ -92,8 +92,7 @@ struct Rows {
       const std::int64_t data = length(batch.data);
       const std::int64_t target = length(batch.target);
       if (data != target) [[unlikely]]
-        throw DataError("treadle: a batch has " + std::to_string(data) + " rows of data but " + std::to_string(target) +
-                        " of target; both need the same first dimension.");
+        refuse_lengths(data, target);
       return data;
     } else {
       std::int64_t count = 1;
@@ -105,7 +104,14 @@ struct Rows {
       return count;
     }
   }
-  static std::int64_t length(const at::Tensor& tensor) { return tensor.dim() == 0 ? 1 : tensor.sizes()[0]; }
+  [[noreturn, gnu::cold]] static void refuse_lengths(std::int64_t data, std::int64_t target) {
+    throw DataError("treadle: a batch has " + std::to_string(data) + " rows of data but " + std::to_string(target) +
+                    " of target; both need the same first dimension.");
+  }
+  static std::int64_t length(const at::Tensor& tensor) {
+    const auto sizes = tensor.sizes();
+    return sizes.empty() ? 1 : sizes[0];
+  }
 };
 }  // namespace detail
 

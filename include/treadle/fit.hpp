@@ -84,6 +84,7 @@ class Fit {
   template <class Train>
   void begin(Train& train, bool evaluates) {
     begin_ = Clock::now();
+    evaluates_ = evaluates;
     trainer_.check();
     if (!trainer_.model().is_training()) trainer_.model().train();
     trainer_.reset_window();
@@ -187,7 +188,8 @@ class Fit {
     if (complete) ++result_.epochs;
     result_.history.push_back(epoch_);
     if (!trainer_.observers().on_epoch(epoch_)) request(StopReason::Requested);
-    if (complete && options_.early_stop) early_stop(*options_.early_stop);
+    // With a test loader only evaluated epochs count, or test and training values would be compared.
+    if (complete && options_.early_stop && (epoch_.test || !evaluates_)) early_stop(*options_.early_stop);
   }
 
   void early_stop(const EarlyStop& rule) {
@@ -231,6 +233,7 @@ class Fit {
   std::int64_t epoch_rows_ = 0;
   std::int64_t skipped_before_ = 0;
   std::int64_t epochs_without_ = 0;
+  bool evaluates_ = false;
   double waited_ = 0;
   double epoch_waited_ = 0;
   double best_ = std::numeric_limits<double>::infinity();

@@ -32,21 +32,21 @@ class Loss {
       : value(std::move(sum)), device_count(std::move(count)), count(nominal), is_mean(false) {}
 
   /// A mean over `count` things.
-  static Loss mean(at::Tensor value, std::int64_t count) {
-    Loss loss(std::move(value), count);
-    loss.is_mean = true;
-    return loss;
-  }
+  static Loss mean(at::Tensor value, std::int64_t count) { return Loss(std::move(value), count, Mean{}); }
 
   at::Tensor value;         ///< scalar: the sum, or the mean if `is_mean`
   at::Tensor device_count;  ///< undefined unless the count lives on the device
   std::int64_t count;       ///< the count, or the nominal one where `device_count` is defined
   bool is_mean;
+
+ private:
+  struct Mean {};
+  Loss(at::Tensor mean, std::int64_t count, Mean) : value(std::move(mean)), count(count), is_mean(true) {}
 };
 
 /// Options of `mean_loss`.
 struct MeanLossOptions {
-  static constexpr std::int64_t none = INT64_MIN;
+  static constexpr std::int64_t none = INT32_MIN;  // no class; a SymInt holds it inline, unlike INT64_MIN
   std::int64_t ignore_index = none;  ///< target value that does not count, such as -100; by default none is ignored
   double label_smoothing = 0.0;      ///< in [0, 1], as in torch.nn.functional.cross_entropy
 };

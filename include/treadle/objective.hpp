@@ -30,6 +30,20 @@ inline constexpr bool takes_context = std::invocable<Objective&, Model&, const B
 template <class Objective, class Model, class Batch>
 inline constexpr bool takes_batch = std::invocable<Objective&, Model&, const Batch&>;
 
+/// What `call` returns, as a `Loss`.
+template <class Batch, class Call>
+Loss as_loss(const Batch& batch, Call&& call) {
+  using Result = std::remove_cvref_t<decltype(call())>;
+  static_assert(
+      std::same_as<Result, Loss> || std::same_as<Result, at::Tensor>,
+      "treadle::Trainer: the objective must return a treadle::Loss (a sum and its count) or a tensor (the mean "
+      "over the batch's rows).");
+  if constexpr (std::same_as<Result, Loss>)
+    return call();
+  else
+    return Loss::mean(call(), treadle::rows(batch));
+}
+
 /// The objective's loss. A plain tensor is taken as the mean over the batch's rows.
 template <class Objective, class Model, class Batch, class Context>
 Loss call_objective(Objective& objective, Model& model, const Batch& batch, Context& context) {
@@ -39,21 +53,10 @@ Loss call_objective(Objective& objective, Model& model, const Batch& batch, Cont
       "treadle::Trainer: the objective cannot be called as objective(model, batch) nor as objective(model, "
       "batch, step) with this model and batch type; its parameters must be (Model&, const Batch&) or (Model&, "
       "const Batch&, auto& step).");
-  const auto finish = [&](auto&& result) -> Loss {
-    using Result = std::remove_cvref_t<decltype(result)>;
-    static_assert(
-        std::same_as<Result, Loss> || std::same_as<Result, at::Tensor>,
-        "treadle::Trainer: the objective must return a treadle::Loss (a sum and its count) or a tensor (the mean "
-        "over the batch's rows).");
-    if constexpr (std::same_as<Result, Loss>)
-      return std::forward<decltype(result)>(result);
-    else
-      return Loss::mean(std::forward<decltype(result)>(result), treadle::rows(batch));
-  };
   if constexpr (with_context)
-    return finish(objective(model, batch, context));
+    return as_loss(batch, [&]() -> decltype(auto) { return objective(model, batch, context); });
   else if constexpr (takes_batch<Objective, Model, Batch>)
-    return finish(objective(model, batch));
+    return as_loss(batch, [&]() -> decltype(auto) { return objective(model, batch); });
 }
 
 }  // namespace detail

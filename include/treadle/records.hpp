@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -25,12 +26,15 @@ struct Record {
   at::Tensor device_count{};  ///< what was counted on the device; undefined if nothing was
 };
 
-/// The values recorded in one window, each name once, in the order of their first appearance. Copying it allocates
-/// nothing for up to four names.
+/// The values recorded in one window, each name once, in the order of their first appearance.
+///
+/// A handle: copies share the values, which nobody changes once the window is closed. Recording into a block that
+/// nobody else holds any more allocates nothing.
 class Records {
  public:
   /// Adds to `name`, whose characters must outlive the records.
   void add(std::string_view name, at::Tensor sum, double count, const at::Tensor& device_count = {}) {
+    if (!block_) block_ = std::make_shared<Block>();
     Record& record = find_or_add(name);
     record.sum = record.sum.defined() ? at::add(record.sum, sum) : std::move(sum);
     record.count += count;
@@ -38,28 +42,38 @@ class Records {
       record.device_count = record.device_count.defined() ? at::add(record.device_count, device_count) : device_count;
   }
 
-  auto begin() const { return records_.begin(); }
-  auto end() const { return records_.end(); }
-  bool empty() const { return records_.empty(); }
-  std::size_t size() const { return records_.size(); }
-  void clear() { records_.clear(); }
+  const Record* begin() const { return block_ ? block_->begin() : nullptr; }
+  const Record* end() const { return block_ ? block_->end() : nullptr; }
+  bool empty() const { return begin() == end(); }
+  std::size_t size() const { return static_cast<std::size_t>(end() - begin()); }
+
+  /// Starts a new window; copies keep what they have.
+  void restart() {
+    if (!block_) return;
+    if (block_.use_count() == 1)
+      block_->clear();
+    else
+      block_.reset();
+  }
 
   /// The record called `name`, or null.
   const Record* find(std::string_view name) const {
-    for (const auto& record : records_)
+    for (const auto& record : *this)
       if (record.name == name) return &record;
     return nullptr;
   }
 
  private:
+  using Block = c10::SmallVector<Record, 4>;
+
   Record& find_or_add(std::string_view name) {
-    for (auto& record : records_)
+    for (auto& record : *block_)
       if (record.name == name) return record;
-    records_.push_back(Record{name, {}});
-    return records_.back();
+    block_->push_back(Record{name, {}});
+    return block_->back();
   }
 
-  c10::SmallVector<Record, 4> records_;
+  std::shared_ptr<Block> block_;
 };
 
 /// Keeps one copy of each name that was ever recorded, at a fixed address.

@@ -9,12 +9,9 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <span>
-#include <type_traits>
 #include <utility>
 
 #include "treadle/batch.hpp"
-#include "treadle/compatibility.hpp"
 #include "treadle/detail/checks.hpp"
 #include "treadle/error.hpp"
 #include "treadle/evaluation.hpp"
@@ -23,23 +20,17 @@
 #include "treadle/model.hpp"
 #include "treadle/objective.hpp"
 #include "treadle/observe/concept.hpp"
-#include "treadle/optim/concept.hpp"
 #include "treadle/policies.hpp"
 #include "treadle/runtime/buffer_guard.hpp"
-#include "treadle/runtime/determinism.hpp"
+#include "treadle/runtime/placement.hpp"
 #include "treadle/runtime/verdict.hpp"
 #include "treadle/runtime/window.hpp"
 #include "treadle/step_context.hpp"
 #include "treadle/step_result.hpp"
+#include "treadle/trainer_options.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
-
-/// What no policy says.
-struct TrainerOptions {
-  std::optional<Determinism> determinism{};  ///< applied before anything else
-  double nominal_count = 0;                  ///< c0, see docs/accumulation.md; 0 takes the first micro-batch's count
-};
 
 /// Trains one model: composed at compile time from an objective, an update rule and one policy an axis.
 ///
@@ -65,7 +56,7 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
       : objective_(std::move(objective)),
         observers_(std::move(observers)),
         model_(detail::share_model(std::forward<M>(model))),
-        parallelism_((prepare(policies, rule, options), policies.parallelism)),
+        parallelism_((detail::prepare(policies, rule, options), policies.parallelism)),
         parameters_((model_->to(device()), detail::list_parameters(*model_, device()))),
         buffers_(detail::list_buffers(*model_)),
         precision_(policies.precision, parameters_, buffers_, Accumulation::windows),
@@ -87,26 +78,18 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   Trainer& operator=(const Trainer&) = delete;
 
   /// Feeds one loader batch; gives the step's result when it closes a window. `ends` closes a shorter window too. A
-  /// throw drops the window's gradients and leaves the trainer as before it.
+  /// throw drops the window's gradients and leaves weights and state as they were.
   template <class B>
   std::optional<StepResult> accumulate(const B& batch, bool ends = false) {
-    static_assert(
-        batch_can_be_sliced<PolicySetType, sliceable_batch<B>>,
-        "treadle::Trainer: accumulation::SplitBatch and parallelism::DataParallel take batches apart, and this "
-        "batch type has no slice_rows; give it a member or a free function slice_rows(batch, begin, end), or use "
-        "accumulation::AccumulateOver.");
-    static_assert(
-        recompute_has_context<PolicySetType, detail::takes_context<Objective, Model, B, Context>>,
-        "treadle::Trainer: a checkpointing policy needs to be given the blocks to recompute; let the objective "
-        "take the step context as its third parameter (auto& step) and call step.checkpoint(block, x).");
+    detail::check_batch<PolicySetType, sliceable_batch<B>, detail::takes_context<Objective, Model, B, Context>>();
     std::optional<StepResult> result;
     guarded([&] {
-      const auto math = precision_.math();
       accumulation_.feed(batch, ends, [&](const auto& part, bool closes) {
-        placed(part, [&](const auto& micro) {
+        detail::placed<Precision::casts_inputs>(part, device(), precision_, [&](const auto& here) {
           execution_.run(
-              micro, closes, [&](const auto& m, bool last) { micro_batch(m, last); },
-              [&] { update(result.emplace()); });
+              here,
+              closes, [&](const auto& micro, bool last) __attribute__((always_inline)) { micro_batch(micro, last); },
+              [&]() __attribute__((always_inline)) { update(result.emplace()); });
         });
       });
     });
@@ -115,17 +98,15 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
 
   /// Ends a window that is still open, as a step with its true weight; nothing if none is.
   std::optional<StepResult> flush() {
-    if (!accumulation_.open()) return std::nullopt;
-    accumulation_.reset();
     std::optional<StepResult> result;
-    guarded([&] {
-      const auto math = precision_.math();
-      update(result.emplace());
-    });
+    if (!accumulation_.open()) return result;
+    accumulation_.reset();
+    guarded([&] { update(result.emplace()); });
     return result;
   }
 
-  /// One step over a whole range of micro-batches, whatever the accumulation's own count; throws `DataError` for none.
+  /// Feeds a range of batches and closes the window at its end: one step if the range is no longer than a window, else
+  /// several, of which the last one's result is returned. Throws `DataError` for an empty range.
   template <loader Range>
   StepResult step(Range&& range) {
     std::optional<StepResult> result;
@@ -165,84 +146,84 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
     detail::check_places(parameters_, places_);
   }
 
-  Model& model() { return *model_; }
-  Observers& observers() { return observers_; }
-  at::Device device() const { return parallelism_.device(); }
-  const ParameterList& parameters() const { return parameters_; }
-  const BufferList& buffers() const { return buffers_; }
-  /// Steps made, skipped ones included.
-  std::int64_t steps() const { return steps_; }
-  /// Steps skipped: int64 scalar on the device.
-  const at::Tensor& skipped_steps() const { return verdict_.skipped(); }
-  /// The rule's state: its schedule and learning rates, `rates().scale(0.1)` say.
-  typename Rule::State& rule() { return rule_; }
-  /// The state of each policy that has one.
-  auto& precision() { return precision_; }
-  auto& parallelism() { return parallelism_; }
-  auto& accumulation() { return accumulation_; }
-  auto& averaging() { return averaging_; }
-  /// What `evaluate` and `predict` run: the objective under the precision's guard, without gradients.
+  /// What `evaluate` and `predict` run: `f(objective, model, batch)` under the precision's guards, without gradients.
   template <class B, class F>
   void run_inference(const B& batch, F&& f) {
     const at::NoGradGuard no_grad;
     const auto math = precision_.math();
-    placed(batch, [&](const auto& here) {
+    detail::placed<Precision::casts_inputs>(batch, device(), precision_, [&](const auto& here) {
       [[maybe_unused]] const auto cast = precision_.autocast();
       f(objective_, *model_, here);
     });
   }
-  Checkpointing::State& checkpointing() { return checkpointing_; }
-  const typename Precision::State& precision() const { return precision_; }
-  NameTable& names() { return names_; }
+
   /// Drops an open window and its gradients.
   void reset_window() {
+    window_open_ = false;
     accumulation_.reset();
     execution_.reset();
     window_.reset();
-    context_.records().clear();
+    context_.records().restart();
     rule_.release();
     parameters_.release_gradients();
   }
 
- private:
-  static constexpr bool inspects = NonFinite::selects || Precision::scales_loss;
+  Model& model() { return *model_; }
+  at::Device device() const { return parallelism_.device(); }
+  const ParameterList& parameters() const { return parameters_; }
+  const BufferList& buffers() const { return buffers_; }
+  std::int64_t steps() const { return steps_; }                           ///< made, skipped ones included
+  const at::Tensor& skipped_steps() const { return verdict_.skipped(); }  ///< int64 scalar on the device
+  Observers& observers() { return observers_; }
+  NameTable& names() { return names_; }
+  /// States of rule and policies: `rule().rates().scale(0.1)`, say.
+  typename Rule::State& rule() { return rule_; }
+  typename Precision::State& precision() { return precision_; }
+  typename Parallelism::State& parallelism() { return parallelism_; }
+  typename Accumulation::State& accumulation() { return accumulation_; }
+  typename Checkpointing::State& checkpointing() { return checkpointing_; }
+  typename Averaging::State& averaging() { return averaging_; }
 
+ private:
   /// Stages 1 to 4 of a step: forward under the precision's guard, backward outside it, both under the sync guard.
   template <class B>
-  void micro_batch(const B& batch, bool closes) {
-    if (window_.micro_batches() == 0) begin_window();
-    parallelism_.run(*model_, batch, closes, [&](Model& model, const B& shard) {
-      const std::int64_t rows = treadle::rows(shard);
-      if (rows == 0) return;  // an empty micro-batch counts nothing
-      const Loss loss = [&] {
-        [[maybe_unused]] const auto cast = precision_.autocast();
-        return detail::call_objective(objective_, model, shard, context_);
-      }();
-      const at::Tensor root = detail::differentiable_scalar(loss.value);
-      const double factor = window_.add(loss, rows, [&](double count) { return parallelism_.agree(count); });
-      if constexpr (Precision::scales_loss)
-        root.backward(window_.seed(factor, root, precision_.loss_scale()));
-      else
-        root.backward(window_.seed(factor, root));
-    });
+  [[gnu::always_inline]] void micro_batch(const B& batch, bool closes) {
+    if (!window_open_) begin_window();
+    parallelism_.run(
+        *model_, batch, closes, [&](Model & model, const B& shard) __attribute__((always_inline)) {
+          const std::int64_t rows = treadle::rows(shard);
+          if (rows == 0) return window_.add_nothing();
+          const Loss loss = forward(model, shard);
+          const double factor = window_.add(loss, rows, [&](double count) { return parallelism_.agree(count); });
+          const auto& seed = window_.seed(factor, detail::loss_scale_of(precision_));
+          if (detail::is_plain_loss(loss.value)) [[likely]]
+            loss.value._backward({}, seed, std::nullopt, false);
+          else
+            detail::backward_any(loss.value, *seed);
+        });
+  }
+
+  template <class B>
+  [[gnu::always_inline]] Loss forward(Model& model, const B& batch) {
+    [[maybe_unused]] const auto cast = precision_.autocast();
+    return detail::call_objective(objective_, model, batch, context_);
   }
 
   /// Stages 5 to 10: from reduced gradients to the new state.
-  void update(StepResult& result) {
+  [[gnu::always_inline]] void update(StepResult& result) {
     parallelism_.finish_reduction();
-    const std::span<at::Tensor> gradients = rule_.collect(precision_);
-    const at::Tensor* divisor = window_.divisor(loss_scale());
-    window_.report(result);
-
-    if constexpr (Clipping::measures_norm) clipping_.measure(at::TensorList(gradients.data(), gradients.size()));
-    const at::Tensor* found_inf = judge(gradients);
-    divisor = clipping_.clip(at::TensorList(gradients.data(), gradients.size()), divisor);
+    const at::TensorList gradients = rule_.collect(precision_);
+    const at::Tensor* divisor = window_.divisor(detail::loss_scale_of(precision_));
+    if constexpr (Clipping::measures_norm) clipping_.measure(gradients);
+    const at::Tensor* found_inf =
+        verdict_.template decide<PolicySetType>(window_, nonfinite_, detail::suspects(clipping_, gradients));
+    divisor = clipping_.clip(gradients, divisor);
     if constexpr (Clipping::measures_norm) result.grad_norm = clipping_.norm();
     if constexpr (Observers::wants_gradients) divisor = rule_.expose(divisor);
 
     rule_.step(divisor, found_inf, found_inf ? &verdict_.applied() : nullptr);
     precision_.publish();
-    if constexpr (Precision::scales_loss) precision_.update_scale(verdict_.found_inf());
+    if constexpr (Precision::scales_loss) verdict_.move_scale(window_, precision_);
     averaging_.update(found_inf);
     if constexpr (NonFinite::selects) {
       buffer_guard_.restore(*found_inf);
@@ -251,84 +232,37 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
     checkpointing_.end_step();
     if constexpr (!Observers::wants_gradients) rule_.release();
 
-    result.records = std::move(context_.records());
-    context_.records().clear();
+    window_open_ = false;
+    window_.close(result);
+    if (!context_.records().empty()) result.records = context_.records();
     result.index = steps_++;
     if (result.index == 0) [[unlikely]]
       detail::report_idle(rule_.without_gradient(), parameters_);
-    window_.reset();
-  }
-
-  /// The device's verdict on the window: 1 where it must change nothing; null if it cannot be bad.
-  const at::Tensor* judge(std::span<at::Tensor> gradients) {
-    const bool may_count_nothing = window_.empty() || window_.counts_on_device();
-    if constexpr (!inspects) {
-      if (!may_count_nothing) return nullptr;
-    }
-    verdict_.clear();
-    if constexpr (inspects) {
-      if constexpr (Clipping::measures_norm)
-        verdict_.inspect(clipping_.measured());
-      else
-        verdict_.inspect(at::TensorList(gradients.data(), gradients.size()));
-    }
-    if (window_.empty())
-      verdict_.reject();
-    else if (window_.counts_on_device())
-      verdict_.require_count(window_.total_count());
-    nonfinite_.judge(window_, verdict_, Precision::scales_loss);
-    if constexpr (!NonFinite::selects) {
-      if (!may_count_nothing) return nullptr;
-    }
-    verdict_.settle();
-    return &verdict_.found_inf();
-  }
-
-  const at::Tensor* loss_scale() const {
-    if constexpr (Precision::scales_loss)
-      return &precision_.loss_scale();
-    else
-      return nullptr;
   }
 
   void begin_window() {
-    if constexpr (Observers::wants_gradients) rule_.release();
+    window_open_ = true;
+    context_.records().restart();
+    if constexpr (Observers::wants_gradients) parameters_.release_gradients();
     if constexpr (NonFinite::selects) buffer_guard_.save();
     checkpointing_.begin_step();
   }
 
-  /// `f(batch on the device, cast as the precision wants it)`; the batch itself if nothing has to change.
-  template <class B, class F>
-  void placed(const B& batch, F&& f) {
-    bool moves = Precision::casts_inputs;
-    treadle::for_each_tensor(batch, [&](const at::Tensor& t) { moves |= t.defined() && t.device() != device(); });
-    if (!moves) return f(batch);
-    B here = batch;
-    treadle::for_each_tensor(here, [&](at::Tensor& t) {
-      if (t.defined()) t = to_device(t, device());
-    });
-    precision_.cast_inputs(here);
-    f(here);
-  }
-
   template <class F>
-  void guarded(F&& f) {
+  [[gnu::always_inline]] void guarded(F&& f) {
     try {
+      const auto math = precision_.math();
       f();
     } catch (...) {
-      if constexpr (NonFinite::selects) {
-        if (window_.micro_batches() > 0) buffer_guard_.restore();
-      }
-      reset_window();
-      detail::check_places(parameters_, places_);  // a parameter that moved is the likelier cause: say that instead
+      abandon();
       throw;
     }
   }
-
-  static void prepare(const PolicySetType& policies, const Rule& rule, const TrainerOptions& options) {
-    policies.check();
-    rule.check();
-    if (options.determinism) apply(*options.determinism);
+  [[gnu::cold]] void abandon() {
+    if constexpr (NonFinite::selects)
+      if (window_open_) buffer_guard_.restore();
+    reset_window();
+    detail::check_places(parameters_, places_);  // a parameter that moved is the likelier cause: say that instead
   }
 
   [[no_unique_address]] Objective objective_;
@@ -352,6 +286,7 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   Context context_;
   detail::Places places_{parameters_};
   std::int64_t steps_ = 0;
+  bool window_open_ = false;
 };
 
 template <class M, class Objective, class Rule, class P = Policies<>, class Observers = observe::Set<>>

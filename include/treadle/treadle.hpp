@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The umbrella: the trainer, every policy, rule, schedule and observer that needs nothing but LibTorch.
+// The umbrella: the trainer, every policy, rule and schedule that needs nothing but LibTorch. Observers and
+// data sets have headers of their own, treadle/observe/ and treadle/data/.
 #pragma once
 
 #include "treadle/accumulation/accumulate_over.hpp"

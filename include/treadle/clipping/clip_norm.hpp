@@ -2,10 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/div.h>
-#include <ATen/ops/mul.h>
 
 #include <cmath>
+#include <utility>
 
 #include "treadle/axis.hpp"
 #include "treadle/clipping/norm.hpp"

@@ -9,6 +9,7 @@
 
 #include <vector>
 
+#include "treadle/runtime/device.hpp"
 #include "treadle/version.hpp"
 
 namespace treadle {
@@ -24,7 +25,7 @@ inline at::Tensor global_norm(at::TensorList gradients, at::Device device) {
   bool one_device = true;
   for (const auto& gradient : gradients) {
     fp64 |= gradient.scalar_type() == at::kDouble;
-    one_device &= gradient.device() == device;
+    one_device &= is_on(gradient, device);
   }
   auto norms = at::_foreach_norm(gradients, 2, fp64 ? at::kDouble : at::kFloat);
   if (!one_device)

@@ -26,6 +26,7 @@
 #include "treadle/precision/concept.hpp"
 #include "treadle/runtime/parameters.hpp"
 #include "treadle/runtime/sink.hpp"
+#include "treadle/trainer_options.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
@@ -96,6 +97,14 @@ struct CheckTrainer {
       "adapt<treadle::optim::HostSync::Allowed>(...), or use a rule of treadle::optim.");
 };
 
+/// Checks every option value, then does what the options ask for before anything else.
+template <class Policies, class Rule>
+void prepare(const Policies& policies, const Rule& rule, const TrainerOptions& options) {
+  policies.check();
+  rule.check();
+  if (options.determinism) apply(*options.determinism);
+}
+
 /// Where the parameters were when the trainer was made.
 class Places {
  public:
@@ -122,22 +131,37 @@ inline void check_places(const ParameterList& parameters, const Places& places) 
   }
 }
 
-/// The loss as something to call backward() on; throws `ConfigError` or `DataError` if it is none.
-inline at::Tensor differentiable_scalar(const at::Tensor& value) {
-  if (!value.defined())
-    throw ConfigError("treadle::Trainer: the objective returned an undefined tensor; return the loss it computed.");
-  if (value.numel() != 1) [[unlikely]]
+/// Whether a loss is what losses are: an fp32 scalar with a gradient.
+inline bool is_plain_loss(const at::Tensor& value) {
+  return value.dim() == 0 && value.scalar_type() == at::kFloat && value.requires_grad();
+}
+
+/// The backward pass of any other loss, from `seed`; throws `ConfigError` for what is none.
+[[gnu::cold]] inline void backward_any(const at::Tensor& value, const at::Tensor& seed) {
+  if (value.numel() != 1)
     throw ConfigError("treadle::Trainer: the objective returned a loss of " + std::to_string(value.numel()) +
                       " elements; reduce it to its mean(), or to a treadle::Loss of its sum() and count.");
-  if (!value.requires_grad()) [[unlikely]]
+  if (!value.requires_grad())
     throw ConfigError(
         "treadle::Trainer: the objective's loss has no gradient; it must depend on parameters that require "
         "one, and must not be computed under no-grad or from detached tensors.");
-  if (value.dim() != 0) [[unlikely]]
-    return differentiable_scalar(value.reshape({}));
-  if (value.scalar_type() == at::kHalf || value.scalar_type() == at::kBFloat16) [[unlikely]]
-    return value.to(at::kFloat);  // a loss scale does not fit into fp16
-  return value;
+  auto root = value.dim() == 0 ? value : value.reshape({});
+  if (root.scalar_type() == at::kHalf || root.scalar_type() == at::kBFloat16)
+    root = root.to(at::kFloat);  // a loss scale does not fit into fp16
+  root.backward(seed.to(root.scalar_type()));
+}
+
+/// What the types of a batch can be wrong about.
+template <class Policies, bool Sliceable, bool TakesContext>
+consteval void check_batch() {
+  static_assert(
+      batch_can_be_sliced<Policies, Sliceable>,
+      "treadle::Trainer: accumulation::SplitBatch and parallelism::DataParallel take batches apart, and this "
+      "batch type has no slice_rows; give it a member or a free function slice_rows(batch, begin, end), or use "
+      "accumulation::AccumulateOver.");
+  static_assert(recompute_has_context<Policies, TakesContext>,
+                "treadle::Trainer: a checkpointing policy needs to be given the blocks to recompute; let the objective "
+                "take the step context as its third parameter (auto& step) and call step.checkpoint(block, x).");
 }
 
 /// Once, after the first step: parameters that got no gradient are most often forgotten ones.

@@ -64,6 +64,7 @@ class Stop::State {
     micro_batch_.copy_(at::where(before, micro_batch_, first));
     stopped_.copy_(at::maximum(stopped_, fatal));
     step_.add_(stopped_.eq(0));  // stands still at the first bad step
+    if (loss_scale) verdict.freeze(stopped_);
     found_inf.copy_(at::maximum(at::maximum(found_inf, bad_loss), stopped_));
     if (policy_.check_every_step) report();
   }

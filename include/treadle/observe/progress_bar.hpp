@@ -154,7 +154,8 @@ class ProgressBar {
     if (rate > 0) parts.push_back({3, treadle::detail::short_number(rate) + " steps/s"});
     if (state_.log.rows_per_second > 0)
       parts.push_back({5, treadle::detail::short_number(state_.log.rows_per_second) + " rows/s"});
-    parts.push_back({2, time_text(seconds, rate, known && done == total)});
+    if (auto time = time_text(seconds, rate, known && done == total); !time.empty())
+      parts.push_back({2, std::move(time)});
 
     const auto columns = static_cast<std::size_t>(std::max(treadle::detail::terminal_columns() - 1, 10));
     const auto width = [&] {

@@ -10,7 +10,6 @@
 #include <concepts>
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -68,7 +67,7 @@ struct Adapter {
     }
 
     template <class PrecisionState>
-    std::span<at::Tensor> collect(PrecisionState& precision) {
+    at::TensorList collect(PrecisionState& precision) {
       gradients_.clear();
       owners_.clear();
       for (const auto& parameter : *parameters_) {

@@ -9,8 +9,8 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -57,7 +57,7 @@ class FusedState {
 
   /// The gradients of the window, in the rule's order and the masters' dtypes; the span stays valid until `release`.
   template <class PrecisionState>
-  std::span<at::Tensor> collect(PrecisionState& precision) {
+  [[gnu::always_inline]] at::TensorList collect(PrecisionState& precision) {
     if (!gather()) [[unlikely]]
       regroup();
     precision.gradients(gradients_);
@@ -66,19 +66,19 @@ class FusedState {
 
   /// One update. `divisor` (fp32, may be null): what gradients are to be divided by; `found_inf` (fp32, may be null): 1
   /// leaves everything as it was; `applied` (int64, null with `found_inf`): 1 where the step counts.
-  void step(const at::Tensor* divisor, const at::Tensor* found_inf, const at::Tensor* applied) {
+  [[gnu::always_inline]] void step(const at::Tensor* divisor, const at::Tensor* found_inf, const at::Tensor* applied) {
     const at::NoGradGuard no_grad;
     if (!rates_.planned()) [[unlikely]]
       rates_.plan(0);
     rates_.look_up();
-    divisor_ = divisor ? std::optional<at::Tensor>(*divisor) : std::nullopt;
-    found_inf_ = found_inf ? std::optional<at::Tensor>(*found_inf) : std::nullopt;
+    const auto &grad_scale = divisor ? divisor_.emplace(*divisor), divisor_ : none_;
+    const auto &skip = found_inf ? found_inf_.emplace(*found_inf), found_inf_ : none_;
     for (auto& cohort : cohorts_) {
       if (applied)
         cohort.step.add_(*applied);
       else
         cohort.step.add_(1);
-      rule_.update(cohort, at::TensorList(gradients_).slice(cohort.begin, cohort.size), divisor_, found_inf_);
+      rule_.update(cohort, at::TensorList(gradients_.data() + cohort.begin, cohort.size), grad_scale, skip);
     }
     rates_.advance(applied);
   }
@@ -93,8 +93,6 @@ class FusedState {
   /// Lets go of the gradients.
   void release() {
     for (auto& gradient : gradients_) gradient.reset();
-    for (const auto* source : sources_) source->mutable_grad().reset();
-    for (const auto* source : idle_) source->mutable_grad().reset();
   }
 
   /// Names of parameters that require a gradient and have got none so far.
@@ -132,17 +130,24 @@ class FusedState {
   }
 
   // False if the set of parameters with a gradient is not the one that the cohorts were made for.
-  bool gather() {
-    for (std::size_t i = 0; i < sources_.size(); ++i) {
-      const at::Tensor& gradient = sources_[i]->grad();
+  // Gradients are taken out of the parameters, so that nothing is left there to release.
+  [[gnu::always_inline]] bool gather() {
+    at::Tensor* taken = gradients_.data();
+    for (const auto* source : sources_) {
+      at::Tensor& gradient = source->mutable_grad();
       if (!gradient.defined()) [[unlikely]]
-        return false;
-      gradients_[i] = gradient;
+        return give_back();
+      std::construct_at(taken++, std::move(gradient));  // over an undefined tensor, which owns nothing
     }
     for (const auto* source : idle_)
       if (source->grad().defined()) [[unlikely]]
-        return false;
+        return give_back();
     return true;
+  }
+  bool give_back() {
+    for (std::size_t i = 0; i < gradients_.size() && gradients_[i].defined(); ++i)
+      sources_[i]->mutable_grad() = std::move(gradients_[i]);
+    return false;
   }
 
   // Cohorts are remade whenever the set of parameters with a gradient changes. Those who were together and are so still
@@ -170,7 +175,7 @@ class FusedState {
     sources_.clear();
     gradients_.clear();
     for (const auto& [key, indices] : members) cohorts_.push_back(make_cohort(indices));
-    for (const auto* source : sources_) gradients_.push_back(source->grad());
+    for (const auto* source : sources_) gradients_.push_back(std::move(source->mutable_grad()));
   }
 
   void make_state(std::size_t i) {
@@ -218,6 +223,7 @@ class FusedState {
   std::vector<at::Tensor> gradients_;
   std::optional<at::Tensor> divisor_;
   std::optional<at::Tensor> found_inf_;
+  const std::optional<at::Tensor> none_;
 };
 
 }  // namespace optim

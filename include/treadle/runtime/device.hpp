@@ -36,6 +36,12 @@ inline at::Device resolve_device(const std::optional<at::Device>& wanted) {
   return *wanted;
 }
 
+/// Whether `tensor`, which must be defined, is on `device`; for a CPU without a call.
+inline bool is_on(const at::Tensor& tensor, at::Device device) {
+  if (tensor.unsafeGetTensorImpl()->device_type() != device.type()) return false;
+  return device.is_cpu() || tensor.device() == device;
+}
+
 /// `tensor` on `device`. A copy from pageable host memory goes through pinned memory, so that the host does not wait
 /// for the device.
 inline at::Tensor to_device(const at::Tensor& tensor, at::Device device) {

@@ -20,41 +20,58 @@ class MathFlags {
     matmul_ = context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
     conv_ = context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::CONV);
     rnn_ = context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::RNN);
+    // The state in which LibTorch starts and most programs stay: TF32 for cuDNN and not for cuBLAS.
+    usual_ = matmul_ == at::Float32Precision::NONE && conv_ == at::Float32Precision::TF32 &&
+             rnn_ == at::Float32Precision::TF32 && !tf32;
+    if (usual_) [[likely]]
+      context.setAllowTF32CuDNN(false);
+    else
+      set(tf32);
+  }
+  MathFlags(const MathFlags&) = delete;
+  MathFlags& operator=(const MathFlags&) = delete;
+  ~MathFlags() {
+    if (usual_) [[likely]]
+      at::globalContext().setAllowTF32CuDNN(true);
+    else
+      restore();
+  }
+
+ private:
+  [[gnu::noinline]] void set(bool tf32) {
+    auto& context = at::globalContext();
     changed_matmul_ = (matmul_ == at::Float32Precision::TF32) != tf32;
     changed_cudnn_ = (conv_ == at::Float32Precision::TF32) != tf32 || (rnn_ == at::Float32Precision::TF32) != tf32;
     if (changed_matmul_) context.setAllowTF32CuBLAS(tf32);
     if (changed_cudnn_) context.setAllowTF32CuDNN(tf32);
   }
-  MathFlags(const MathFlags&) = delete;
-  MathFlags& operator=(const MathFlags&) = delete;
-  ~MathFlags() {
+  [[gnu::noinline]] void restore() const {
     if (changed_matmul_) restore_matmul();
     if (changed_cudnn_) restore_cudnn();
   }
-
- private:
-  // LibTorch keeps an old and a new set of switches and throws when they disagree. The old setters keep both in step,
-  // so they come first; the new one follows only if it was the new one that the program had used.
-  void restore_matmul() const {
+  [[gnu::cold]] void restore_matmul() const {
     auto& context = at::globalContext();
     context.setAllowTF32CuBLAS(matmul_ == at::Float32Precision::TF32);
     if (context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) != matmul_)
       context.setFloat32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL, matmul_);
   }
   void restore_cudnn() const {
-    auto& context = at::globalContext();
-    context.setAllowTF32CuDNN(conv_ == at::Float32Precision::TF32);
-    if (context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::CONV) != conv_)
-      context.setFloat32Precision(at::Float32Backend::CUDA, at::Float32Op::CONV, conv_);
-    if (context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::RNN) != rnn_)
-      context.setFloat32Precision(at::Float32Backend::CUDA, at::Float32Op::RNN, rnn_);
+    const bool tf32 = conv_ == at::Float32Precision::TF32;
+    at::globalContext().setAllowTF32CuDNN(tf32);
+    if (conv_ != rnn_ || (!tf32 && conv_ != at::Float32Precision::NONE)) [[unlikely]]
+      restore_cudnn_apart();
+  }
+  [[gnu::cold]] void restore_cudnn_apart() const {
+    at::globalContext().setFloat32Precision(at::Float32Backend::CUDA, at::Float32Op::CONV, conv_);
+    at::globalContext().setFloat32Precision(at::Float32Backend::CUDA, at::Float32Op::RNN, rnn_);
   }
 
   at::Float32Precision matmul_;
   at::Float32Precision conv_;
   at::Float32Precision rnn_;
-  bool changed_matmul_;
-  bool changed_cudnn_;
+  bool usual_;
+  bool changed_matmul_ = false;
+  bool changed_cudnn_ = false;
 };
 
 }  // namespace v0_1

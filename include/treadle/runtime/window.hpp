@@ -4,11 +4,14 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/div.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -23,16 +26,21 @@ namespace detail {
 class HostScalar {
  public:
   explicit HostScalar(at::Device device) : tensor_(at::full({}, 1.0, at::device(device).dtype(at::kFloat))) {}
-  const at::Tensor& hold(double value) {
-    if (value != value_) [[unlikely]] {
-      tensor_.fill_(value);
-      value_ = value;
-    }
+  const at::Tensor& hold(double value) { return *hold_optional(value); }
+  /// As `hold`, in the form in which a backward pass takes its first gradient, which saves a copy.
+  [[gnu::always_inline]] const std::optional<at::Tensor>& hold_optional(double value) {
+    if (value != value_) [[unlikely]]
+      refill(value);
     return tensor_;
   }
 
  private:
-  at::Tensor tensor_;
+  [[gnu::cold]] void refill(double value) {
+    tensor_->fill_(value);
+    value_ = value;
+  }
+
+  std::optional<at::Tensor> tensor_;
   double value_ = 1.0;
 };
 
@@ -44,11 +52,7 @@ class HostScalar {
 template <bool Windows>
 class Window {
  public:
-  explicit Window(at::Device device)
-      : seed_(device),
-        scaled_seed_(at::empty_like(seed_.hold(1.0))),
-        ratio_(device),
-        divisor_(at::empty_like(scaled_seed_)) {}
+  explicit Window(at::Device device) : seed_(device), ratio_(device), divisor_(at::empty_like(seed_.hold(1.0))) {}
 
   /// Number by which every micro-batch's sum is divided before it is back-propagated; 0 before the first micro-batch.
   double c0() const { return c0_; }
@@ -56,18 +60,29 @@ class Window {
 
   std::int64_t micro_batches() const { return micro_batches_; }
 
+  /// Numbers a micro-batch without rows, which counts nothing.
+  void add_nothing() {
+    ++micro_batches_;
+    if (keep_losses_) losses_.push_back(at::zeros_like(divisor_));
+  }
   /// Counts one micro-batch, whose `loss` still carries its graph, and returns the factor on the host that belongs on
   /// it.
   template <class Agree>
-  double add(const Loss& loss, std::int64_t rows, Agree&& agree) {
-    const auto nominal = static_cast<double>(loss.count > 0 ? loss.count : rows);
-    if constexpr (Windows) {
-      if (c0_ == 0) c0_ = agree(nominal > 0 ? nominal : 1.0);
-    } else {
-      c0_ = loss.device_count.defined() && c0_ != 0 ? c0_ : (nominal > 0 ? nominal : 1.0);
-    }
+  [[gnu::always_inline]] double add(const Loss& loss, std::int64_t rows, Agree&& agree) {
     ++micro_batches_;
-    if (loss.device_count.defined()) [[unlikely]]
+    if constexpr (!Windows) {
+      if (!loss.device_count.defined() && loss.count > 0) [[likely]] {
+        host_count_ = static_cast<double>(loss.count);
+        const double factor = loss.is_mean ? 1.0 : 1.0 / host_count_;
+        collect(loss.value, factor);
+        return factor;
+      }
+    }
+    if (c0_ == 0) {
+      const auto nominal = static_cast<double>(loss.count > 0 ? loss.count : rows);
+      c0_ = agree(nominal > 0 ? nominal : 1.0);
+    }
+    if (loss.device_count.defined())
       device_count_ = device_count_.defined() ? at::add(device_count_, loss.device_count) : loss.device_count;
     else
       host_count_ += static_cast<double>(loss.count);
@@ -76,17 +91,13 @@ class Window {
     return factor;
   }
 
-  /// The gradient that the backward pass of `root` starts from: `factor`, times the loss scale if there is one.
-  at::Tensor seed(double factor, const at::Tensor& root) {
-    if (root.scalar_type() == at::kFloat) [[likely]]
-      return seed_.hold(factor);
-    return at::full({}, factor, root.options().requires_grad(false));  // fp64, whose factor fp32 would round
-  }
-  at::Tensor seed(double factor, const at::Tensor& root, const at::Tensor& loss_scale) {
-    if (root.scalar_type() != at::kFloat) [[unlikely]]
-      return at::mul(loss_scale.to(root.scalar_type()), factor);
-    if (factor == 1.0) return loss_scale;
-    at::mul_out(scaled_seed_, loss_scale, seed_.hold(factor));
+  /// The gradient that a backward pass starts from: `factor`, times the loss scale if there is one.
+  const std::optional<at::Tensor>& seed(double factor, const at::Tensor* loss_scale) {
+    if (!loss_scale) return seed_.hold_optional(factor);
+    if (factor == 1.0)
+      scaled_seed_ = *loss_scale;
+    else
+      scaled_seed_ = at::mul(*loss_scale, seed_.hold(factor));
     return scaled_seed_;
   }
 
@@ -97,6 +108,7 @@ class Window {
       if (loss_scale) divisor_.mul_(*loss_scale);
       return &divisor_;
     }
+    if constexpr (!Windows) return loss_scale;
     const double ratio = c0_ == 0 ? 0.0 : host_count_ / c0_;
     if (ratio == 1.0 || ratio == 0.0) return loss_scale;  // a count of 0 is skipped by `empty()`
     if (!loss_scale) return &ratio_.hold(ratio);
@@ -119,40 +131,48 @@ class Window {
   const std::vector<at::Tensor>& losses() const { return losses_; }
   void keep_losses(bool keep) { keep_losses_ = keep; }
 
-  /// Writes loss and counts: the mean over everything that the window counted, without a graph.
-  void report(StepResult& result) const {
+  /// Ends the window and writes loss and counts: the mean over everything counted, without a graph.
+  void close(StepResult& result) {
     result.micro_batches = micro_batches_;
     result.count = host_count_;
-    if (!sum_.defined()) [[unlikely]]
-      return;
-    if (device_count_.defined()) [[unlikely]] {
-      result.device_count = total_count();
-      result.loss = at::mul(sum_, c0_) / result.device_count.clamp_min(1);
-      return;
-    }
-    const double ratio = host_count_ / c0_;
-    result.loss = ratio == 1.0 || ratio == 0.0 ? sum_ : at::mul(sum_, 1.0 / ratio);
+    if (sum_.defined()) [[likely]]
+      result.loss = mean(result);
+    reset();
   }
 
   void reset() {
     micro_batches_ = 0;
     host_count_ = 0;
-    device_count_.reset();
-    sum_.reset();
-    losses_.clear();
+    if (device_count_.defined()) [[unlikely]]
+      device_count_.reset();
+    if (sum_.defined()) [[unlikely]]
+      sum_.reset();
+    if (!losses_.empty()) losses_.clear();
   }
 
  private:
   // tensor_data() leaves the graph behind without a dispatched detach.
-  void collect(const at::Tensor& value, double factor) {
+  [[gnu::always_inline]] void collect(const at::Tensor& value, double factor) {
     at::Tensor plain(value.tensor_data());
     if (keep_losses_) losses_.push_back(plain);
-    at::Tensor part = factor == 1.0 ? std::move(plain) : at::mul(plain, factor);
-    sum_ = sum_.defined() ? at::add(sum_, part) : std::move(part);
+    if (factor != 1.0) [[unlikely]]
+      plain = at::mul(plain, factor);
+    if (sum_.defined()) [[unlikely]]
+      plain = at::add(sum_, plain);
+    sum_ = std::move(plain);
+  }
+  at::Tensor mean(StepResult& result) {
+    if (device_count_.defined()) [[unlikely]] {
+      result.device_count = total_count();
+      return at::div(at::mul(sum_, c0_), result.device_count.clamp_min(1));
+    }
+    if constexpr (!Windows) return std::move(sum_);
+    const double ratio = host_count_ / c0_;
+    return ratio == 1.0 || ratio == 0.0 ? std::move(sum_) : at::mul(sum_, 1.0 / ratio);
   }
 
   HostScalar seed_;
-  at::Tensor scaled_seed_;
+  std::optional<at::Tensor> scaled_seed_;
   HostScalar ratio_;
   at::Tensor divisor_;
   double c0_ = 0;
