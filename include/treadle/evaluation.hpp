@@ -13,6 +13,7 @@
 
 #include "treadle/error.hpp"
 #include "treadle/loader.hpp"
+#include "treadle/loss.hpp"
 #include "treadle/metrics.hpp"
 #include "treadle/model.hpp"
 #include "treadle/objective.hpp"
@@ -83,6 +84,7 @@ Metrics evaluate(Trainer& trainer, Range& range, const EvaluateOptions& options)
           any = true;
           if (rows == 0) return;
           const Loss loss = call_objective(objective, model, here, context);
+          require_scalar(loss.value);
           const at::Tensor value(loss.value.tensor_data());
           const bool on_device = loss.device_count.defined();
           const auto sum = loss.is_mean ? at::mul(value, static_cast<double>(loss.count)) : value;

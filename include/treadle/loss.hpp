@@ -44,6 +44,17 @@ class Loss {
   Loss(at::Tensor mean, std::int64_t count, Mean) : value(std::move(mean)), count(count), is_mean(true) {}
 };
 
+namespace detail {
+/// Throws `ConfigError` for an objective's value that is no scalar.
+inline void require_scalar(const at::Tensor& value) {
+  if (!value.defined())
+    throw ConfigError("treadle::Trainer: the objective returned an undefined tensor; return the loss it computed.");
+  if (value.numel() != 1)
+    throw ConfigError("treadle::Trainer: the objective returned a loss of " + std::to_string(value.numel()) +
+                      " elements; reduce it to its mean(), or to a treadle::Loss of its sum() and count.");
+}
+}  // namespace detail
+
 /// Options of `mean_loss`.
 struct MeanLossOptions {
   static constexpr std::int64_t none = INT32_MIN;  // no class; a SymInt holds it inline, unlike INT64_MIN

@@ -194,12 +194,9 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
           const std::int64_t rows = treadle::rows(shard);
           if (rows == 0) return window_.add_nothing();
           const Loss loss = forward(model, shard);
+          const bool plain = detail::is_plain_loss(loss.value) || detail::check_loss(loss.value);
           const double factor = window_.add(loss, rows, [&](double count) { return parallelism_.agree(count); });
-          const auto& seed = window_.seed(factor, detail::loss_scale_of(precision_));
-          if (detail::is_plain_loss(loss.value)) [[likely]]
-            loss.value._backward({}, seed, std::nullopt, false);
-          else
-            detail::backward_any(loss.value, *seed);
+          detail::backward(loss.value, plain, window_.seed(factor, detail::loss_scale_of(precision_)));
         });
   }
 

@@ -97,13 +97,22 @@ TEST_CASE("losses that are none") {
       {Do::Undefined, "returned an undefined tensor"},
       {Do::Integer, "the objective's loss has no gradient"},
   };
-  for (const auto& [what, says] : losses) {
+  for (const auto& loss : losses) {
+    const std::string says = loss.second;
     CAPTURE(says);
     check_usable<PlainNet>(td::policies(), [&](auto& trainer, Do& order) {
-      order = what;
+      order = loss.first;
       CHECK_SAYS(td::ConfigError, says, trainer.accumulate(batch));
     });
   }
+  check_usable<PlainNet>(td::policies(), [&](auto& trainer, Do& order) {
+    order = Do::Vector;
+    CHECK_SAYS(td::ConfigError, "returned a loss of 4 elements", trainer.evaluate(std::vector{batch}));
+    order = Do::Undefined;
+    CHECK_SAYS(td::ConfigError, "returned an undefined tensor", trainer.evaluate(std::vector{batch}));
+    order = Do::Detach;
+    CHECK(trainer.evaluate(std::vector{batch})["loss"] > 0);  // nothing to differentiate here
+  });
   check_usable<PlainNet>(td::policies(AccumulateOver{.batches = 2}), [&](auto& trainer, Do& order) {
     trainer.accumulate(batch);  // a good micro-batch first
     order = Do::Detach;

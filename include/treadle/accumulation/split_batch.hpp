@@ -40,9 +40,9 @@ class SplitBatch::State {
   template <class Batch, class MicroBatch>
   void feed(const Batch& batch, bool /*ends*/, MicroBatch&& micro_batch) {
     const std::int64_t total = treadle::rows(batch);
-    const std::int64_t slices = std::clamp<std::int64_t>(total, 1, policy_.micro_batches);
-    for (std::int64_t i = 0; i < slices; ++i)
-      micro_batch(treadle::slice_rows(batch, total * i / slices, total * (i + 1) / slices), i + 1 == slices);
+    const std::int64_t parts = std::clamp<std::int64_t>(total, 1, policy_.micro_batches);
+    for (std::int64_t i = 0; i < parts; ++i)
+      micro_batch(treadle::slice_rows(batch, total * i / parts, total * (i + 1) / parts), i + 1 == parts);
   }
   bool open() const { return false; }
   void reset() const {}

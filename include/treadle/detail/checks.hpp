@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -17,6 +18,7 @@
 #include "treadle/compatibility.hpp"
 #include "treadle/error.hpp"
 #include "treadle/execution/concept.hpp"
+#include "treadle/loss.hpp"
 #include "treadle/model.hpp"
 #include "treadle/nonfinite/concept.hpp"
 #include "treadle/observe/concept.hpp"
@@ -133,11 +135,13 @@ inline void check_places(const ParameterList& parameters, const Places& places) 
 
 /// Whether a loss is what losses are: an fp32 scalar with a gradient.
 inline bool is_plain_loss(const at::Tensor& value) {
-  return value.dim() == 0 && value.scalar_type() == at::kFloat && value.requires_grad();
+  return value.defined() && value.dim() == 0 && value.scalar_type() == at::kFloat && value.requires_grad();
 }
 
-/// The backward pass of any other loss, from `seed`; throws `ConfigError` for what is none.
-[[gnu::cold]] inline void backward_any(const at::Tensor& value, const at::Tensor& seed) {
+/// Throws `ConfigError` for a loss that has no backward pass, else returns false: it is not a plain one.
+[[gnu::cold]] inline bool check_loss(const at::Tensor& value) {
+  if (!value.defined())
+    throw ConfigError("treadle::Trainer: the objective returned an undefined tensor; return the loss it computed.");
   if (value.numel() != 1)
     throw ConfigError("treadle::Trainer: the objective returned a loss of " + std::to_string(value.numel()) +
                       " elements; reduce it to its mean(), or to a treadle::Loss of its sum() and count.");
@@ -145,10 +149,24 @@ inline bool is_plain_loss(const at::Tensor& value) {
     throw ConfigError(
         "treadle::Trainer: the objective's loss has no gradient; it must depend on parameters that require "
         "one, and must not be computed under no-grad or from detached tensors.");
+  return false;
+}
+
+/// The backward pass of a loss of any shape and dtype, from `seed`.
+[[gnu::cold]] inline void backward_any(const at::Tensor& value, const at::Tensor& seed) {
   auto root = value.dim() == 0 ? value : value.reshape({});
   if (root.scalar_type() == at::kHalf || root.scalar_type() == at::kBFloat16)
     root = root.to(at::kFloat);  // a loss scale does not fit into fp16
   root.backward(seed.to(root.scalar_type()));
+}
+
+/// The backward pass of a loss from `seed`, fp32 and on its device. The optional saves `Tensor::backward` a copy.
+[[gnu::always_inline]] inline void backward(const at::Tensor& value, bool plain,
+                                            const std::optional<at::Tensor>& seed) {
+  if (plain) [[likely]]
+    value._backward({}, seed, std::nullopt, false);
+  else
+    backward_any(value, *seed);
 }
 
 /// What the types of a batch can be wrong about.
