@@ -154,6 +154,8 @@ class Window {
   // tensor_data() leaves the graph behind without a dispatched detach.
   [[gnu::always_inline]] void collect(const at::Tensor& value, double factor) {
     at::Tensor plain(value.tensor_data());
+    if (plain.dim() != 0) [[unlikely]]
+      plain = plain.reshape({});
     if (keep_losses_) losses_.push_back(plain);
     if (factor != 1.0) [[unlikely]]
       plain = at::mul(plain, factor);
