@@ -2,6 +2,7 @@
 // Data in memory: IDX files, hostile ones included, Fashion-MNIST, and the loader's order.
 #include <doctest/doctest.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -32,7 +33,7 @@ namespace {
 
 /// A new folder. It is emptied by the shell: LibTorch's libraries bring a remove_all of their own that crashes.
 struct Folder {
-  fs::path path = fs::current_path() / "data_test_files";
+  fs::path path = fs::current_path() / ("data_test_" + std::to_string(getpid()));
   Folder() {
     clear();
     fs::create_directories(path);
