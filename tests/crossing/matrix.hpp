@@ -147,6 +147,7 @@ inline oracle::Recipe recipe_of(const Row& row, Rate rate) {
   recipe.learning_rate = row.rule == Rule::Sgd ? 0.1 : 1e-2;
   recipe.clip_at = row.clip == Clip::Norm ? norm_limit : value_limit;
   recipe.keep_fp32 = {"batch_norm.weight", "batch_norm.bias"};
+  recipe.scale = 64;  // with Ignore an overflow would end the run
   if (row.rule == Rule::Sgd) {
     recipe.momentum = rate == Rate::Constant ? 0.0 : 0.9;
     recipe.dampening = rate == Rate::CosineWarmup ? 0.5 : 0.0;
@@ -223,10 +224,12 @@ auto averaging_of(const oracle::Recipe& r) {
 /// short. Under Skip the first step is bad and step 4 in its second micro-batch; under Stop step 7.
 inline std::vector<td::Batch> batches_of(const Row& row) {
   const std::size_t per_step = row.gathering == Gathering::Over ? window : 1;
-  std::vector<std::int64_t> rows(10 * per_step, 8);
-  for (const auto r :
-       row.gathering == Gathering::Over ? std::vector<std::int64_t>{8, 5, 3} : std::vector<std::int64_t>{11, 9})
-    rows.push_back(r);
+  // Batch norm over the two rows of a slice would be too ill-conditioned to compare: slices have four or more.
+  std::vector<std::int64_t> rows(10 * per_step, row.gathering == Gathering::Split ? 16 : 8);
+  std::vector<std::int64_t> ragged{11, 9};
+  if (row.gathering == Gathering::Over) ragged = {8, 5, 3};
+  if (row.gathering == Gathering::Split) ragged = {19, 17};
+  rows.insert(rows.end(), ragged.begin(), ragged.end());
   auto batches = make_batches(rows);
   const auto poison = [&](std::size_t i) { batches[i] = poisoned(batches[i]); };
   if (row.nonfinite == NonFinite::Skip) {
@@ -251,7 +254,7 @@ inline double tolerance_of(Precision precision) {
     case Precision::Bf16Weights:
       return 5e-2;
     case Precision::Fp16:
-      return 1e-2;
+      return 2e-2;
     default:
       return 5e-4;
   }
