@@ -2,12 +2,6 @@
 // Trains a small CNN on Fashion-MNIST. Four epochs end at a test accuracy of 0.917 to 0.919.
 // treadle-example: ARGS --epochs 1 TIMEOUT 300 PASS test accuracy: 0\.[89]
 #include <torch/torch.h>
-#include <treadle/data/fashion_mnist.hpp>
-#include <treadle/data/tensor_loader.hpp>
-#include <treadle/observe/curve.hpp>
-#include <treadle/observe/metrics_file.hpp>
-#include <treadle/observe/progress_bar.hpp>
-#include <treadle/observe/table.hpp>
 #include <treadle/treadle.hpp>
 
 #include "support/arguments.hpp"

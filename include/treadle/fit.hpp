@@ -95,6 +95,7 @@ class Fit {
     std::int64_t total = epoch_steps * options_.epochs;
     if (options_.max_steps > 0) total = total > 0 ? std::min(total, options_.max_steps) : options_.max_steps;
     auto& rates = trainer_.rule().rates();
+    rates.check_run(total);
     if (!rates.planned() || rates.follows_run()) rates.plan(total);
     skipped_before_ = read_skipped();
     observe::RunInfo info{.epochs = options_.epochs,
@@ -134,7 +135,7 @@ class Fit {
         });
     if (!any) refuse_empty();
     if (trainer_.accumulation().open()) trainer_.reset_window();  // the tail is to be dropped, or fit was stopped
-    if (steps_since_log_ > 0 || rows_ > 0) log_point(/*tell=*/false);
+    if (steps_since_log_ > 0 || rows_ > 0) log_point(/*tell=*/steps_since_log_ > 0);
     epoch_.rows_per_second = static_cast<double>(epoch_rows_) / std::max(since(epoch_begin_), 1e-9);
     epoch_.data_wait = epoch_waited_ / std::max(since(epoch_begin_), 1e-9);
   }

@@ -62,12 +62,22 @@ struct MeanLossOptions {
   double label_smoothing = 0.0;      ///< in [0, 1], as in torch.nn.functional.cross_entropy
 };
 
+namespace detail {
+[[noreturn, gnu::cold]] inline void refuse_target(const at::Tensor& logits, const c10::IndexError& error) {
+  throw DataError("treadle::mean_loss: a target class is out of range for logits of " +
+                  std::to_string(logits.dim() > 1 ? logits.size(1) : logits.size(0)) + " classes (" +
+                  error.what_without_backtrace() +
+                  "); classes are 0 to C-1, and a value that marks targets to ignore goes in ignore_index.");
+}
+}  // namespace detail
+
 /// Cross entropy as a `Loss`: logits `[N, C]` or `[N, C, d...]` of any floating dtype, target `[N]` or `[N, d...]` of
 /// class indices, counted per target.
 ///
 /// With `ignore_index` the ignored targets count nothing (all ignored: exact zeros, no NaN). A class out of range
 /// throws `DataError` on a CPU; on CUDA it is a device-side assert, which ends the process's use of the device.
-inline Loss mean_loss(const at::Tensor& logits, const at::Tensor& target, const MeanLossOptions& options = {}) {
+[[gnu::always_inline]] inline Loss mean_loss(const at::Tensor& logits, const at::Tensor& target,
+                                             const MeanLossOptions& options = {}) {
   try {
     if (options.ignore_index == MeanLossOptions::none)
       return Loss::mean(at::cross_entropy_loss(logits, target, {}, at::Reduction::Mean, options.ignore_index,
@@ -77,10 +87,7 @@ inline Loss mean_loss(const at::Tensor& logits, const at::Tensor& target, const 
         at::cross_entropy_loss(logits, target, {}, at::Reduction::Sum, options.ignore_index, options.label_smoothing),
         target.ne(options.ignore_index).sum(), target.numel());
   } catch (const c10::IndexError& error) {
-    throw DataError("treadle::mean_loss: a target class is out of range for logits of " +
-                    std::to_string(logits.dim() > 1 ? logits.size(1) : logits.size(0)) + " classes (" +
-                    error.what_without_backtrace() +
-                    "); classes are 0 to C-1, and a value that marks targets to ignore goes in ignore_index.");
+    detail::refuse_target(logits, error);
   }
 }
 

@@ -196,7 +196,7 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
           const Loss loss = forward(model, shard);
           const bool plain = detail::is_plain_loss(loss.value) || detail::check_loss(loss.value);
           const double factor = window_.add(loss, rows, [&](double count) { return parallelism_.agree(count); });
-          detail::backward(loss.value, plain, window_.seed(factor, detail::loss_scale_of(precision_)));
+          detail::backward(loss.value, plain, window_.seed(factor, detail::loss_scale_of(precision_)), factor);
         });
   }
 

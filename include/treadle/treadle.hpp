@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The umbrella: the trainer, every policy, rule and schedule that needs nothing but LibTorch. Observers and
-// data sets have headers of their own, treadle/observe/ and treadle/data/.
+// The umbrella: the trainer, every policy, rule, schedule, observer and data set that needs nothing but LibTorch.
 #pragma once
 
 #include "treadle/accumulation/accumulate_over.hpp"
@@ -12,10 +11,18 @@
 #include "treadle/clipping/clip_norm.hpp"
 #include "treadle/clipping/clip_value.hpp"
 #include "treadle/clipping/no_clipping.hpp"
+#include "treadle/compare.hpp"
+#include "treadle/data/fashion_mnist.hpp"
+#include "treadle/data/idx.hpp"
+#include "treadle/data/tensor_loader.hpp"
 #include "treadle/execution/eager.hpp"
 #include "treadle/nonfinite/ignore.hpp"
 #include "treadle/nonfinite/skip.hpp"
 #include "treadle/nonfinite/stop.hpp"
+#include "treadle/observe/curve.hpp"
+#include "treadle/observe/metrics_file.hpp"
+#include "treadle/observe/progress_bar.hpp"
+#include "treadle/observe/table.hpp"
 #include "treadle/optim/adam.hpp"
 #include "treadle/optim/adamw.hpp"
 #include "treadle/optim/adapter.hpp"

@@ -7,6 +7,7 @@
 #include <ATen/ops/_fused_sgd.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "treadle/axis.hpp"
@@ -51,6 +52,7 @@ struct ExponentialAverage {
         weights_.push_back(weights[i]);
         averages_.push_back(weights[i].to(wide(weights[i].scalar_type()), /*non_blocking=*/false, /*copy=*/true));
       }
+      runs_ = detail::runs_of(weights_);
     }
 
     /// Takes the new weights in, or leaves the average alone where `found_inf` (may be null) is 1.
@@ -58,21 +60,14 @@ struct ExponentialAverage {
     /// The skip is selected inside ATen's fused SGD, which computes the same numbers as lerp: with decay 1 and gradient
     /// `-weight` its step is average - (1 - decay) x (average - weight). A lerp with weight 0 would turn NaN into NaN.
     void update(const at::Tensor* found_inf) {
-      detail::for_each_run(weights_, [&](std::size_t begin, std::size_t end) {
-        const auto averages = detail::slice(averages_, begin, end);
-        std::vector<at::Tensor> widened;
-        auto weights = detail::slice(weights_, begin, end);
-        if (averages[0].scalar_type() != weights[0].scalar_type()) {
-          for (const auto& weight : weights) widened.push_back(weight.to(averages[0].scalar_type()));
-          weights = widened;
-        }
-        if (!found_inf)
-          at::_foreach_lerp_(averages, weights, weight_);
+      for (const auto& [begin, end] : runs_) {
+        const auto into = detail::slice(averages_, begin, end);
+        const auto from = detail::slice(weights_, begin, end);
+        if (into[0].scalar_type() == from[0].scalar_type())
+          move(into, from, found_inf);
         else
-          at::_fused_sgd_(averages, weights, {}, /*weight_decay=*/1.0, /*momentum=*/0.0, /*lr=*/weight_,
-                          /*dampening=*/0.0, /*nesterov=*/false, /*maximize=*/true, /*is_first_step=*/false, {},
-                          *found_inf);
-      });
+          move(into, widened(from, into[0].scalar_type()), found_inf);
+      }
     }
 
     /// Writes the average into the weights, by value, so that every address stays; `use_weights` undoes it.
@@ -94,6 +89,20 @@ struct ExponentialAverage {
     }
 
    private:
+    void move(at::TensorList into, at::TensorList from, const at::Tensor* found_inf) const {
+      if (!found_inf)
+        at::_foreach_lerp_(into, from, weight_);
+      else
+        at::_fused_sgd_(into, from, {}, /*weight_decay=*/1.0, /*momentum=*/0.0, /*lr=*/weight_,
+                        /*dampening=*/0.0, /*nesterov=*/false, /*maximize=*/true, /*is_first_step=*/false, {},
+                        *found_inf);
+    }
+    static std::vector<at::Tensor> widened(at::TensorList tensors, at::ScalarType dtype) {
+      std::vector<at::Tensor> wide;
+      for (const auto& tensor : tensors) wide.push_back(tensor.to(dtype));
+      return wide;
+    }
+
     // A bf16 average at 0.999 never moves, so averages of low-precision weights are fp32.
     static at::ScalarType wide(at::ScalarType dtype) {
       return dtype == at::kBFloat16 || dtype == at::kHalf ? at::kFloat : dtype;
@@ -103,6 +112,7 @@ struct ExponentialAverage {
     std::vector<std::string> names_;
     std::vector<at::Tensor> weights_;
     std::vector<at::Tensor> averages_;
+    std::vector<std::pair<std::size_t, std::size_t>> runs_;  // of one device and dtype, a fused call each
     std::vector<at::Tensor> saved_;
   };
 };

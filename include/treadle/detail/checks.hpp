@@ -153,20 +153,24 @@ inline bool is_plain_loss(const at::Tensor& value) {
 }
 
 /// The backward pass of a loss of any shape and dtype, from `seed`.
-[[gnu::cold]] inline void backward_any(const at::Tensor& value, const at::Tensor& seed) {
+[[gnu::cold]] inline void backward_any(const at::Tensor& value, const at::Tensor& seed, double factor) {
   auto root = value.dim() == 0 ? value : value.reshape({});
   if (root.scalar_type() == at::kHalf || root.scalar_type() == at::kBFloat16)
     root = root.to(at::kFloat);  // a loss scale does not fit into fp16
-  root.backward(seed.to(root.scalar_type()));
+  if (root.scalar_type() ==
+      at::kDouble)  // the factor anew, which the fp32 seed has rounded; seed / its factor is the scale
+    root.backward(seed.to(at::kDouble).mul_(factor / static_cast<double>(static_cast<float>(factor))));
+  else
+    root.backward(seed);
 }
 
 /// The backward pass of a loss from `seed`, fp32 and on its device. The optional saves `Tensor::backward` a copy.
-[[gnu::always_inline]] inline void backward(const at::Tensor& value, bool plain,
-                                            const std::optional<at::Tensor>& seed) {
+[[gnu::always_inline]] inline void backward(const at::Tensor& value, bool plain, const std::optional<at::Tensor>& seed,
+                                            double factor) {
   if (plain) [[likely]]
     value._backward({}, seed, std::nullopt, false);
   else
-    backward_any(value, *seed);
+    backward_any(value, *seed, factor);
 }
 
 /// What the types of a batch can be wrong about.

@@ -23,7 +23,7 @@ struct Eager {
    public:
     explicit State(const Eager&) {}
     template <class Batch, class MicroBatch, class Update>
-    void run(const Batch& batch, bool closes, MicroBatch&& micro_batch, Update&& update) {
+    [[gnu::always_inline]] void run(const Batch& batch, bool closes, MicroBatch&& micro_batch, Update&& update) {
       std::forward<MicroBatch>(micro_batch)(batch, closes);
       if (closes) std::forward<Update>(update)();
     }

@@ -185,7 +185,9 @@ class Set {
   }
   template <class F>
   bool each(F&& f) {
-    return std::apply([&](auto&... o) { return (true & ... & f(o)); }, observers_);
+    bool go_on = true;  // every observer is told, whatever the one before said
+    std::apply([&](auto&... o) { ((go_on = f(o) && go_on), ...); }, observers_);
+    return go_on;
   }
 
   [[no_unique_address]] std::tuple<Observers...> observers_;

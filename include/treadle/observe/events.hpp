@@ -42,7 +42,7 @@ struct RunInfo {
   std::int64_t steps_per_epoch = 0;  ///< 0: unknown
   std::int64_t total_steps = 0;      ///< 0: unknown
   std::int64_t parameters = 0;       ///< elements that are trained
-  std::string device;                ///< "cpu", "cuda:0"
+  std::string device{};              ///< "cpu", "cuda:0"
   bool evaluates = false;
 };
 
@@ -60,7 +60,7 @@ struct LogEvent {
   std::int64_t step_in_epoch = 0;  ///< steps made in this epoch
   std::int64_t step = 0;           ///< steps made in this fit
   std::int64_t skipped = 0;        ///< steps skipped in this fit
-  Metrics metrics;                 ///< "loss", recorded values, "grad_norm" where it is measured
+  Metrics metrics{};               ///< "loss", recorded values, "grad_norm" where it is measured
   double learning_rate = 0;        ///< of the first group
   std::optional<double> loss_scale{};
   double seconds = 0;           ///< since fit began
@@ -73,7 +73,7 @@ struct LogEvent {
 struct EpochEvent {
   std::int64_t epoch = 0;  ///< from 0
   std::int64_t step = 0;   ///< steps made in this fit
-  Metrics train;           ///< means over the epoch
+  Metrics train{};         ///< means over the epoch
   std::optional<Metrics> test{};
   double seconds = 0;          ///< of this epoch, its evaluation included
   double rows_per_second = 0;  ///< while training

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/_fused_adamw.h>
 
+#include <cmath>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -35,10 +36,11 @@ struct AdamW {
 
   void check() const {
     const auto refuse = [](const char* why) { throw ConfigError(std::string("optim::AdamW: ") + why); };
-    if (!(learning_rate >= 0)) refuse("learning_rate must not be negative.");
+    if (!(learning_rate >= 0) || !std::isfinite(learning_rate))
+      refuse("learning_rate must be finite and not negative.");
     if (!(beta1 >= 0 && beta1 < 1) || !(beta2 >= 0 && beta2 < 1)) refuse("beta1 and beta2 must lie in [0, 1).");
-    if (!(eps >= 0)) refuse("eps must not be negative.");
-    if (!(weight_decay >= 0)) refuse("weight_decay must not be negative.");
+    if (!(eps >= 0) || !std::isfinite(eps)) refuse("eps must be finite and not negative.");
+    if (!(weight_decay >= 0) || !std::isfinite(weight_decay)) refuse("weight_decay must be finite and not negative.");
     schedule.check();
     check_groups(groups);
   }

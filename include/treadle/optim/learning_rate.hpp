@@ -38,17 +38,19 @@ class LearningRate {
     planned_ = true;
   }
   bool planned() const { return planned_; }
+  /// Throws `ConfigError` if a run of `run_steps` is too short for the schedule.
+  void check_run(std::int64_t run_steps) const { schedule_.check_run(run_steps); }
   /// Whether `fit` sets the horizon, so that each `fit` starts the schedule anew.
   bool follows_run() const { return schedule_.needs_horizon(); }
   bool constant() const { return last_ == 0; }
 
   /// Looks up the rates of the step that is about to be made.
-  void look_up() {
+  [[gnu::always_inline]] void look_up() {
     if (constant()) return;
     at::index_select_out(rates_, table_, 0, at::clamp_max(position_, last_));
   }
   /// Moves on if `applied` (int64, one element) is 1, or always where it is null.
-  void advance(const at::Tensor* applied) {
+  [[gnu::always_inline]] void advance(const at::Tensor* applied) {
     if (constant()) return;
     if (applied)
       position_.add_(*applied);

@@ -2,6 +2,7 @@
 // Named parameter groups: which parameters get another rate or decay.
 #pragma once
 
+#include <cmath>
 #include <optional>
 #include <string>
 #include <vector>
@@ -26,11 +27,12 @@ struct ParameterGroup {
 /// Throws `ConfigError` for a rate or decay out of range.
 inline void check_groups(const std::vector<ParameterGroup>& groups) {
   for (const auto& group : groups) {
-    if (!(group.rate >= 0))
-      throw ConfigError("treadle::optim: the rate of parameter group '" + group.pattern + "' must not be negative.");
-    if (group.weight_decay && !(*group.weight_decay >= 0))
+    if (!(group.rate >= 0) || !std::isfinite(group.rate))
+      throw ConfigError("treadle::optim: the rate of parameter group '" + group.pattern +
+                        "' must be finite and not negative.");
+    if (group.weight_decay && (!(*group.weight_decay >= 0) || !std::isfinite(*group.weight_decay)))
       throw ConfigError("treadle::optim: the weight decay of parameter group '" + group.pattern +
-                        "' must not be negative.");
+                        "' must be finite and not negative.");
   }
 }
 

@@ -77,6 +77,12 @@ struct Schedule {
     if (steps > 0 && warmup >= steps) refuse_warmup(steps);
   }
 
+  /// Throws `ConfigError` if a run of `run_steps` would end before the warm-up does.
+  void check_run(std::int64_t run_steps) const {
+    const auto& first = kind == Kind::Chain && !parts.empty() ? parts.front() : *this;
+    if (run_steps > 0 && first.warmup >= run_steps && first.warmup > 0) first.refuse_warmup(run_steps);
+  }
+
   /// The factors for steps 0 to the horizon; the last entry holds for ever after. `run_steps` is the length of the run,
   /// 0 if unknown. Throws `ConfigError` for a decaying schedule without a horizon and a warm-up that outlasts it.
   std::vector<double> tabulate(std::int64_t run_steps) const {
@@ -166,9 +172,10 @@ namespace schedule {
 /// The base rate for ever, after `warmup` steps of linear warm-up.
 struct Constant {
   std::int64_t warmup = 0;
+  std::int64_t steps = 0;  ///< as a part of a chain: how long it lasts
 };
 inline Schedule constant(Constant o = {}) {
-  return {.kind = Schedule::Kind::Constant, .warmup = o.warmup};
+  return {.kind = Schedule::Kind::Constant, .steps = o.steps, .warmup = o.warmup};
 }
 
 /// Options of the decaying schedules: horizon (0: from `fit`), warm-up steps, last factor.

@@ -6,6 +6,7 @@
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/ne.h>
 
+#include <cmath>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -37,9 +38,11 @@ struct Sgd {
 
   void check() const {
     const auto refuse = [](const char* why) { throw ConfigError(std::string("optim::Sgd: ") + why); };
-    if (!(learning_rate >= 0)) refuse("learning_rate must not be negative.");
-    if (!(momentum >= 0)) refuse("momentum must not be negative.");
-    if (!(weight_decay >= 0)) refuse("weight_decay must not be negative.");
+    if (!(learning_rate >= 0) || !std::isfinite(learning_rate))
+      refuse("learning_rate must be finite and not negative.");
+    if (!(momentum >= 0) || !std::isfinite(momentum)) refuse("momentum must be finite and not negative.");
+    if (!std::isfinite(dampening)) refuse("dampening must be finite.");
+    if (!(weight_decay >= 0) || !std::isfinite(weight_decay)) refuse("weight_decay must be finite and not negative.");
     if (nesterov && (momentum <= 0 || dampening != 0)) refuse("nesterov needs a momentum and no dampening.");
     schedule.check();
     check_groups(groups);

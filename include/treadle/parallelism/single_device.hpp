@@ -43,7 +43,7 @@ struct SingleDevice {
     double agree(double value) const { return value; }
     /// Runs `micro_batch(model, batch)`; a parallel policy holds its sync guard over it and reduces if `reduces`.
     template <class Model, class Batch, class MicroBatch>
-    void run(Model& model, const Batch& batch, bool /*reduces*/, MicroBatch&& micro_batch) {
+    [[gnu::always_inline]] void run(Model& model, const Batch& batch, bool /*reduces*/, MicroBatch&& micro_batch) {
       std::forward<MicroBatch>(micro_batch)(model, batch);
     }
     /// Called once a step after its last micro-batch: gradients are reduced when it returns.

@@ -37,7 +37,8 @@ struct Fp16 {
   void check() const {
     if (!(initial_scale > 0) || initial_scale > 3.4e38)
       throw ConfigError("precision::Fp16: initial_scale must be positive and finite in fp32, such as 65536.");
-    if (!(growth_factor > 1)) throw ConfigError("precision::Fp16: growth_factor must be above 1, such as 2.");
+    if (!(growth_factor > 1) || growth_factor > 3.4e38)
+      throw ConfigError("precision::Fp16: growth_factor must be above 1 and finite in fp32, such as 2.");
     if (!(backoff_factor > 0 && backoff_factor < 1))
       throw ConfigError("precision::Fp16: backoff_factor must lie between 0 and 1, such as 0.5.");
     if (growth_interval < 1) throw ConfigError("precision::Fp16: growth_interval must be at least 1 step.");

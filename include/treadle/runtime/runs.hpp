@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "treadle/version.hpp"
@@ -31,19 +32,18 @@ inline std::vector<std::size_t> order_by_place(const std::vector<at::Tensor>& te
   return order;
 }
 
-/// Calls `f(begin, end)` for each run of equal device and dtype in an ordered list.
-template <class F>
-void for_each_run(const std::vector<at::Tensor>& tensors, F&& f) {
-  for (std::size_t begin = 0; begin < tensors.size();) {
-    std::size_t end = begin + 1;
+/// The runs (begin, end) of equal device and dtype in an ordered list.
+inline std::vector<std::pair<std::size_t, std::size_t>> runs_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::pair<std::size_t, std::size_t>> runs;
+  for (std::size_t begin = 0, end = 0; begin < tensors.size(); begin = end) {
     while (end < tensors.size() && same_place(tensors[begin], tensors[end])) ++end;
-    f(begin, end);
-    begin = end;
+    runs.emplace_back(begin, end);
   }
+  return runs;
 }
 
 inline at::TensorList slice(const std::vector<at::Tensor>& tensors, std::size_t begin, std::size_t end) {
-  return at::TensorList(tensors).slice(begin, end - begin);
+  return {tensors.data() + begin, end - begin};
 }
 
 }  // namespace detail
