@@ -18,8 +18,8 @@ INDIRECT = re.compile(r"\t(?:bnd |notrack )*(?:(?:callq?|jmpq?)\s+\*|blr[a-z]*\s
 EXCEPTIONS = [
     ("treadle::v0_1::write_text(", "std_function.h", "a step that warns writes to the replaceable sink"),
     ("std::_Sp_counted_ptr_inplace<std::function<void (treadle::v0_1::Severity", "std_function.h", "the sink is freed when replaced"),
-    ("std::_Sp_counted_base<", "shared_ptr_base.h", "the last owner of recorded values, or of the sink, frees them"),
-    ("treadle::v0_1::mean_loss(", "treadle/loss.hpp", "a handler reads the text of LibTorch's out-of-range error"),
+    ("", "bits/shared_ptr_base.h", "the last owner of recorded values, or of the sink, frees them as std::shared_ptr does"),
+    ("treadle::v0_1::detail::refuse_target(", "treadle/loss.hpp", "the text of LibTorch's error for a class out of range is read"),
 ]
 
 Call = collections.namedtuple("Call", "function place instruction")
