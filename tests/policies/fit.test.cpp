@@ -48,8 +48,8 @@ TEST_CASE("fit tells observers what it does, in order") {
   auto trainer = still(events);
   const auto train = make_batches({4, 4, 4, 4, 2});
   const auto result = trainer.fit(train, make_batches({4}), {.epochs = 3, .log_every = 2, .evaluate_every = 2});
-  CHECK(events == Events{"begin 15 5", "log 2", "log 4", "log 5", "epoch 0", "log 7", "log 9", "log 10", "epoch 1 tested", "log 12",
-                         "log 14", "log 15", "epoch 2 tested", "end: finished"});
+  CHECK(events == Events{"begin 15 5", "log 2", "log 4", "log 5", "epoch 0", "log 7", "log 9", "log 10",
+                         "epoch 1 tested", "log 12", "log 14", "log 15", "epoch 2 tested", "end: finished"});
   CHECK((result.stop_reason == StopReason::Finished));
   CHECK(result.epochs == 3);
   CHECK(result.steps == 15);
