@@ -49,59 +49,25 @@ constexpr Row row_of(std::size_t index) {
           static_cast<Clip>(d[3]),      static_cast<NonFinite>(d[4]), d[5] != 0};
 }
 
-/// Which pairs of levels of two axes some combination of a set has.
-class Pairs {
- public:
-  constexpr int gain(std::size_t index) const {
-    const auto d = digits(index);
-    int count = 0;
-    for (std::size_t a = 0; a < axes; ++a)
-      for (std::size_t b = a + 1; b < axes; ++b) count += !seen_[a][b][d[a]][d[b]];
-    return count;
-  }
-  constexpr void add(std::size_t index) {
+/// A pairwise cover: combinations that have every pair of levels of two axes. Found greedily (always the combination
+/// with the most new pairs); five levels times three need fifteen at least.
+inline constexpr std::array<std::size_t, 19> cover{0,   81,  215, 442, 554, 613, 738, 182, 483, 655,
+                                                   400, 532, 786, 160, 222, 324, 270, 650, 652};
+constexpr bool covers_all_pairs() {
+  bool seen[axes][axes][5][5]{};
+  for (const auto index : cover) {
     const auto d = digits(index);
     for (std::size_t a = 0; a < axes; ++a)
-      for (std::size_t b = a + 1; b < axes; ++b) seen_[a][b][d[a]][d[b]] = true;
+      for (std::size_t b = a + 1; b < axes; ++b) seen[a][b][d[a]][d[b]] = true;
   }
-  constexpr bool complete() const {
-    for (std::size_t a = 0; a < axes; ++a)
-      for (std::size_t b = a + 1; b < axes; ++b)
-        for (std::size_t i = 0; i < levels[a]; ++i)
-          for (std::size_t j = 0; j < levels[b]; ++j)
-            if (!seen_[a][b][i][j]) return false;
-    return true;
-  }
-
- private:
-  bool seen_[axes][axes][5][5]{};
-};
-
-struct Cover {
-  std::array<std::size_t, 40> index{};
-  std::size_t size = 0;
-};
-/// Takes the combination with the most new pairs until none is new.
-constexpr Cover pairwise_cover() {
-  Cover cover;
-  Pairs pairs;
-  while (!pairs.complete()) {
-    std::size_t best = 0;
-    int most = -1;
-    for (std::size_t i = 0; i < combinations; ++i) {
-      const int gain = pairs.gain(i);
-      if (gain > most) {
-        most = gain;
-        best = i;
-      }
-    }
-    pairs.add(best);
-    cover.index[cover.size++] = best;
-  }
-  return cover;
+  for (std::size_t a = 0; a < axes; ++a)
+    for (std::size_t b = a + 1; b < axes; ++b)
+      for (std::size_t i = 0; i < levels[a]; ++i)
+        for (std::size_t j = 0; j < levels[b]; ++j)
+          if (!seen[a][b][i][j]) return false;
+  return true;
 }
-inline constexpr Cover cover = pairwise_cover();
-static_assert(cover.size >= 15 && cover.size <= 20, "a pairwise cover of 5 x 3 levels has at least 15 combinations");
+static_assert(covers_all_pairs());
 
 inline std::string name_of(const Row& row, Rate rate) {
   static constexpr const char* precisions[] = {"Fp32", "Tf32", "Bf16", "Fp16", "Bf16Weights"};
@@ -281,11 +247,14 @@ void run_combination() {
     // pass, which only one of the two has, moves gradients in and out of fp16's subnormal numbers.
     std::size_t exact = row.gathering == Gathering::None ? want.size() : 10;
     if (row.clip == Clip::Norm || (row.precision == Precision::Fp16 && row.gathering != Gathering::None)) exact = 0;
+    // On CUDA a bf16 window is not bitwise either: there the backward pass from 1/N is not 1/N of that from 1.
+    const bool bf16 = row.precision == Precision::Bf16 || row.precision == Precision::Bf16Weights;
+    if (bf16 && row.gathering != Gathering::None && device().is_cuda()) exact = 0;
     const double tolerance = tolerance_of(row.precision);
     oracle::check_same(got, want, start, exact, tolerance);
     if (exact == want.size()) {
       const auto state = state_of(trainer.rule());
-      for (const auto& [name, tensor] : loop.moments()) CHECK_MESSAGE(same_bits(state.at(name), tensor), name);
+      for (const auto& item : loop.moments()) CHECK_MESSAGE(same_bits(state.at(item.first), item.second), item.first);
     }
     for (std::size_t i = 0; i < want.size(); ++i) {
       CAPTURE(i);
@@ -329,7 +298,7 @@ int run_precision(std::index_sequence<I...>) {
 #ifdef TREADLE_NIGHTLY
   (run.template operator()<static_cast<std::size_t>(P) * per_precision + I>(), ...);
 #else
-  (run.template operator()<cover.index[I]>(), ...);
+  (run.template operator()<cover[I]>(), ...);
 #endif
   return count;
 }
@@ -338,7 +307,7 @@ int run_precision() {
 #ifdef TREADLE_NIGHTLY
   return run_precision<P>(std::make_index_sequence<per_precision>());
 #else
-  return run_precision<P>(std::make_index_sequence<cover.size>());
+  return run_precision<P>(std::make_index_sequence<cover.size()>());
 #endif
 }
 

@@ -38,7 +38,7 @@ void check_against_oracle(Rule rule, Policies policies, oracle::Recipe recipe, c
         static_cast<std::int64_t>(want.size()) - loop.applied());
   const auto moments = loop.moments();
   const auto state = state_of(trainer.rule());
-  for (const auto& [name, tensor] : moments) CHECK_MESSAGE(same_bits(state.at(name), tensor), name);
+  for (const auto& item : moments) CHECK_MESSAGE(same_bits(state.at(item.first), item.second), item.first);
 }
 
 /// An infinite gradient of a finite loss, where the batch's first target is 4.
@@ -102,14 +102,15 @@ TEST_CASE("a skipped step touches nothing: weights, moments, average, schedule, 
   const auto untouched = everything(trainer);
   const auto check_skip = [&](const State& before, std::int64_t skipped) {
     auto after = everything(trainer);
-    for (const auto& [name, tensor] : before) CHECK_MESSAGE(same_bits(after.at(name), tensor), name);
+    for (const auto& item : before) CHECK_MESSAGE(same_bits(after.at(item.first), item.second), item.first);
     CHECK(trainer.skipped_steps().item<std::int64_t>() == skipped);
   };
   // In the first step the rule's state comes into being, and must be all zeros then.
   CHECK(trainer.accumulate(poisoned(good[0]))->skipped.item<float>() == 1);
   check_skip({untouched.begin(), untouched.end()}, 1);
-  for (const auto& [name, tensor] : state_of(trainer.rule()))
-    if (!name.starts_with("learning_rates")) CHECK_MESSAGE(tensor.count_nonzero().item<std::int64_t>() == 0, name);
+  for (const auto& item : state_of(trainer.rule()))
+    if (!item.first.starts_with("learning_rates"))
+      CHECK_MESSAGE(item.second.count_nonzero().item<std::int64_t>() == 0, item.first);
   CHECK(trainer.accumulate(good[0])->skipped.item<float>() == 0);
   trainer.accumulate(good[1]);
   auto before = everything(trainer);

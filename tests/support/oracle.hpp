@@ -494,6 +494,10 @@ std::vector<Record> run_slices(Loop& loop, const std::vector<td::Batch>& batches
   return records;
 }
 
+inline bool near(const at::Tensor& a, const at::Tensor& b, double tolerance) {
+  return at::allclose(a.to(at::kDouble), b.to(at::kDouble), tolerance, tolerance);
+}
+
 /// Demands bitwise equality of the first `exact` steps and a `distance` of at most `tolerance` afterwards.
 inline void check_same(const std::vector<Record>& got, const std::vector<Record>& want, const State& start,
                        std::size_t exact, double tolerance) {
@@ -510,12 +514,11 @@ inline void check_same(const std::vector<Record>& got, const std::vector<Record>
       REQUIRE(finite(got[i].weights));
       if (difference(want[i].weights, start) != "")
         REQUIRE(distance(got[i].weights, want[i].weights, start) <= tolerance);
-      for (const auto& [name, buffer] : want[i].buffers)
-        REQUIRE_MESSAGE(
-            at::allclose(got[i].buffers.at(name).to(at::kDouble), buffer.to(at::kDouble), tolerance, tolerance), name);
+      for (const auto& item : want[i].buffers)
+        REQUIRE_MESSAGE(near(got[i].buffers.at(item.first), item.second, tolerance), item.first);
       REQUIRE(got[i].averages.size() == want[i].averages.size());
-      for (const auto& [name, average] : want[i].averages)
-        REQUIRE_MESSAGE(at::allclose(got[i].averages.at(name), average, tolerance, tolerance), name);
+      for (const auto& item : want[i].averages)
+        REQUIRE_MESSAGE(near(got[i].averages.at(item.first), item.second, tolerance), item.first);
     }
     if (!want[i].skipped || std::isfinite(want[i].loss))
       CHECK(got[i].loss == doctest::Approx(want[i].loss).epsilon(std::max(tolerance, 1e-5)));
