@@ -90,7 +90,8 @@ class Comparing {
   void compare_losses(ComparisonRow& row, const ComparisonRow& base) {
     if (row.peak_bytes && base.peak_bytes && *base.peak_bytes > 0)
       row.memory_ratio = static_cast<double>(*row.peak_bytes) / static_cast<double>(*base.peak_bytes);
-    const auto &mine = std::get<I>(sets_), &first = std::get<0>(sets_);
+    const auto& mine = std::get<I>(sets_);
+    const auto& first = std::get<0>(sets_);
     using Mine = std::remove_cvref_t<decltype(mine)>;
     using First = std::remove_cvref_t<decltype(first)>;
     row.tolerance = options_.tolerance > 0
@@ -122,7 +123,7 @@ class Comparing {
              double scale) {
     ++row.checked;
     const double apart = std::abs(ours - theirs) / std::max(scale, std::numeric_limits<double>::min());
-    if (!(apart <= row.difference)) row.difference = apart;  // NaN too
+    if (!(apart <= row.difference) && !std::isnan(row.difference)) row.difference = apart;  // NaN stays NaN
     if (apart <= row.tolerance || !row.agrees) return;
     row.agrees = false;
     const std::string sentence =

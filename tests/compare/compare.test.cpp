@@ -27,8 +27,12 @@ struct Own {
   std::vector<int> levels{};
   bool operator==(const Own&) const = default;
   void check() const {}
-  using State = td::clipping::NoClipping::State;
+  struct State {
+    State(const Own&, at::Device) {}
+    const at::Tensor* clip(at::TensorList, const at::Tensor* divisor) const { return divisor; }
+  };
 };
+static_assert(td::clipping_policy<Own>);
 
 std::vector<td::Batch> batches(int count = 6, std::int64_t rows = 8) {
   torch::manual_seed(3);
