@@ -84,9 +84,24 @@ struct HandAdamW {
   Tensor step, learning_rate;
 };
 
+/// fp32 products and convolutions in fp32: what `precision::Fp32` promises, by hand. LibTorch starts with TF32
+/// convolutions.
+struct HandFlags {
+  HandFlags() : matmul(at::globalContext().allowTF32CuBLAS()), cudnn(at::globalContext().allowTF32CuDNN()) {
+    if (matmul) at::globalContext().setAllowTF32CuBLAS(false);
+    if (cudnn) at::globalContext().setAllowTF32CuDNN(false);
+  }
+  ~HandFlags() {
+    if (matmul) at::globalContext().setAllowTF32CuBLAS(true);
+    if (cudnn) at::globalContext().setAllowTF32CuDNN(true);
+  }
+  bool matmul, cudnn;
+};
+
 struct HandDefaults {
   explicit HandDefaults(Mlp& net) : net(net), rule(net, 1e-3) {}
   Tensor step(const td::Batch& batch) {
+    const HandFlags flags;
     auto loss = at::cross_entropy_loss(net.forward(batch.data), batch.target);
     loss.backward();
     rule.collect();
@@ -122,6 +137,7 @@ struct HandEverything {
     quarter = torch::full({}, 4.0, options);
   }
   Tensor micro(const td::Batch& batch) {
+    const HandFlags flags;
     Tensor loss;
     {
       const td::precision::Autocast cast(batch.data.device().type(), at::kHalf);

@@ -11,6 +11,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -160,8 +161,9 @@ class Window {
     if (factor != 1.0) [[unlikely]]
       plain = at::mul(plain, factor);
     if (sum_.defined()) [[unlikely]]
-      plain = at::add(sum_, plain);
-    sum_ = std::move(plain);
+      sum_ = at::add(sum_, plain);
+    else
+      std::construct_at(&sum_, std::move(plain));  // over an undefined tensor, which owns nothing
   }
   at::Tensor mean(StepResult& result) {
     if (device_count_.defined()) [[unlikely]] {
