@@ -213,7 +213,8 @@ TEST_CASE("Bf16Weights takes its masters before it rounds") {
   CHECK(rounded_any);
   for (const auto& item : buffers(trainer.model()))
     if (item.second.is_floating_point()) CHECK_MESSAGE((item.second.scalar_type() == at::kFloat), item.first);
-  if (device().is_cuda()) return;  // CUDA's layer norm takes no fp32 weight with a bf16 input, so this model runs on CPU
+  if (device().is_cuda())
+    return;  // CUDA's layer norm takes no fp32 weight with a bf16 input, so this model runs on CPU
   trainer.accumulate(make_batch(8, 1));
   for (const auto& p : trainer.parameters()) {
     CAPTURE(p.name);
