@@ -55,7 +55,7 @@ inline Batch fashion_mnist(const std::filesystem::path& directory = fashion_mnis
   if (labels.scalar_type() != at::kByte || labels.dim() != 1 || labels.size(0) != images.size(0))
     throw DataError("'" + labels_path.string() + "' does not hold one label for each of the " +
                     std::to_string(images.size(0)) + " images.");
-  if (labels.max().item<std::int64_t>() > 9)
+  if (labels.max().item<std::int64_t>() > 9)  // sync: labels lie on the host
     throw DataError("'" + labels_path.string() + "' holds a label above 9; Fashion-MNIST has the classes 0 to 9.");
   return {.data = images.unsqueeze(1).to(at::kFloat).div_(255.0).sub_(fashion_mnist_mean).div_(fashion_mnist_std),
           .target = labels.to(at::kLong)};
