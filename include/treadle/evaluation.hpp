@@ -85,6 +85,7 @@ Metrics evaluate(Trainer& trainer, Range& range, const EvaluateOptions& options)
           if (rows == 0) return;
           const Loss loss = call_objective(objective, model, here, context);
           require_scalar(loss.value);
+          if (loss.counts_nothing()) return meter.add(context.records());
           const at::Tensor value(loss.value.tensor_data());
           const bool on_device = loss.device_count.defined();
           const auto sum = loss.is_mean ? at::mul(value, static_cast<double>(loss.count)) : value;

@@ -195,6 +195,7 @@ class Fit {
 
   void early_stop(const EarlyStop& rule) {
     const Metrics& metrics = epoch_.test ? *epoch_.test : epoch_.train;
+    if (metrics.empty()) return;  // an epoch that counted nothing, all of its steps skipped say, judges nothing
     const double value = metrics[rule.metric] * (rule.maximize ? -1 : 1);
     if (std::isfinite(value) && value < best_ - rule.min_delta) {
       best_ = value;

@@ -34,6 +34,9 @@ class Loss {
   /// A mean over `count` things.
   static Loss mean(at::Tensor value, std::int64_t count) { return Loss(std::move(value), count, Mean{}); }
 
+  /// Whether it is a mean over nothing, which is NaN and must not be back-propagated.
+  bool counts_nothing() const { return is_mean && count == 0 && !device_count.defined(); }
+
   at::Tensor value;         ///< scalar: the sum, or the mean if `is_mean`
   at::Tensor device_count;  ///< undefined unless the count lives on the device
   std::int64_t count;       ///< the count, or the nominal one where `device_count` is defined

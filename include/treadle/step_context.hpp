@@ -54,7 +54,11 @@ class StepContext {
       throw DataError("treadle: step.record(\"" + std::string(name) + "\") was given a tensor of " +
                       std::to_string(value.numel()) + " elements; record a scalar, such as its sum().");
     at::Tensor plain(value.tensor_data());  // without its graph
-    return plain.dim() == 0 ? plain : plain.reshape({});
+    if (plain.dim() != 0) plain = plain.reshape({});
+    // Sums over a window are taken in the value's own dtype: bool would become "or", and narrow ones overflow or round.
+    const auto dtype = plain.scalar_type();
+    if (at::isIntegralType(dtype, /*includeBool=*/true)) return dtype == at::kLong ? plain : plain.to(at::kLong);
+    return dtype == at::kHalf || dtype == at::kBFloat16 ? plain.to(at::kFloat) : plain;
   }
 
   NameTable& names_;

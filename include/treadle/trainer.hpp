@@ -194,6 +194,8 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
           const std::int64_t rows = treadle::rows(shard);
           if (rows == 0) return window_.add_nothing();
           const Loss loss = forward(model, shard);
+          if (loss.counts_nothing()) [[unlikely]]
+            return window_.add_nothing();
           const bool plain = detail::is_plain_loss(loss.value) || detail::check_loss(loss.value);
           const double factor = window_.add(loss, rows, [&](double count) { return parallelism_.agree(count); });
           detail::backward(loss.value, plain, window_.seed(factor, detail::loss_scale_of(precision_)), factor);
@@ -240,7 +242,7 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   void begin_window() {
     window_open_ = true;
     context_.records().restart();
-    if constexpr (Observers::wants_gradients) parameters_.release_gradients();
+    if constexpr (Observers::wants_gradients) rule_.release(), parameters_.release_gradients();
     if constexpr (NonFinite::selects) buffer_guard_.save();
     checkpointing_.begin_step();
   }

@@ -73,12 +73,14 @@ struct ExponentialAverage {
     /// Writes the average into the weights, by value, so that every address stays; `use_weights` undoes it.
     void use_average() {
       const at::NoGradGuard no_grad;
+      if (depth_++ > 0) return;  // an evaluation within an evaluation
       saved_.clear();
       for (const auto& weight : weights_) saved_.push_back(weight.clone());
       for (std::size_t i = 0; i < weights_.size(); ++i) weights_[i].copy_(averages_[i]);
     }
     void use_weights() {
       const at::NoGradGuard no_grad;
+      if (depth_ == 0 || --depth_ > 0) return;
       for (std::size_t i = 0; i < saved_.size(); ++i) weights_[i].copy_(saved_[i]);
       saved_.clear();
     }
@@ -114,6 +116,7 @@ struct ExponentialAverage {
     std::vector<at::Tensor> averages_;
     std::vector<std::pair<std::size_t, std::size_t>> runs_;  // of one device and dtype, a fused call each
     std::vector<at::Tensor> saved_;
+    int depth_ = 0;
   };
 };
 

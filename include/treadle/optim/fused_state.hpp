@@ -156,11 +156,11 @@ class FusedState {
     const at::NoGradGuard no_grad;
     using Key = std::tuple<at::Device, at::ScalarType, at::ScalarType, std::size_t, const void*>;
     std::vector<std::pair<Key, std::vector<std::size_t>>> members;
-    idle_.clear();
+    std::vector<const at::Tensor*> idle;
     for (std::size_t i = 0; i < slots_.size(); ++i) {
       const auto& parameter = (*parameters_)[i];
       if (!parameter.model.grad().defined()) {
-        idle_.push_back(&parameter.model);
+        idle.push_back(&parameter.model);
         continue;
       }
       if (!slots_[i].step.defined()) make_state(i);
@@ -171,6 +171,8 @@ class FusedState {
       if (found == members.end()) found = members.insert(found, {key, {}});
       found->second.push_back(i);
     }
+    // Only what cannot throw from here on changes members: a throw above leaves the old grouping whole.
+    idle_ = std::move(idle);
     cohorts_.clear();
     sources_.clear();
     gradients_.clear();
@@ -185,8 +187,10 @@ class FusedState {
       throw ConfigError("treadle::optim: parameter '" + parameter.name +
                         "' has a sparse gradient, which the fused rules do not take; build the embedding with "
                         "sparse(false), or use the torch::optim adapter.");
-    for (std::size_t k = 0; k < rule_.state_count(); ++k) slot.state.push_back(at::zeros_like(parameter.master));
+    std::vector<at::Tensor> state;
+    for (std::size_t k = 0; k < rule_.state_count(); ++k) state.push_back(at::zeros_like(parameter.master));
     slot.step = at::zeros({}, at::device(parameter.master.device()).dtype(at::kFloat));
+    slot.state = std::move(state);
     slot.state_is_fresh = true;
   }
 
