@@ -171,7 +171,7 @@ class FusedState {
       if (found == members.end()) found = members.insert(found, {key, {}});
       found->second.push_back(i);
     }
-    // Only what cannot throw from here on changes members: a throw above leaves the old grouping whole.
+    // State is made above and members change below, so a refused gradient leaves the old grouping whole.
     idle_ = std::move(idle);
     cohorts_.clear();
     sources_.clear();

@@ -126,7 +126,6 @@ class Window {
     auto count = device_count_.to(at::kFloat).reshape({});
     return host_count_ != 0 ? at::add(count, host_count_) : count;
   }
-  double host_count() const { return host_count_; }
 
   /// Each micro-batch's own loss value, unscaled, without a graph.
   const std::vector<at::Tensor>& losses() const { return losses_; }
