@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every rule between axes, one named concept each; `Trainer` asserts them with a sentence. No torch here.
-// What no rule refuses is legal, and the crossing tests cover it.
+// What no rule refuses is legal, and the crossing tests cover it. The last two say what follows from a combination.
 #pragma once
 
 #include "treadle/version.hpp"
@@ -36,6 +36,17 @@ concept batch_can_be_sliced = !(Policies::Accumulation::slices || Policies::Para
 /// A policy that recomputes activations has to be given the blocks, so the objective must take the step context.
 template <class Policies, bool TakesContext>
 concept recompute_has_context = !Policies::Checkpointing::recomputes || TakesContext;
+
+/// Whether a window's last micro-batch must be known as such when it comes; else `flush()` may end the window as well.
+template <class Policies>
+concept last_is_needed = Policies::Accumulation::windows && !Policies::Accumulation::slices &&
+                         (Policies::Parallelism::replicates || Policies::Execution::captures);
+
+/// Whether masters, averages, replicas or a foreign optimizer's state are made once, for the parameters that train
+/// then.
+template <class Policies, class Rule>
+concept parameters_are_fixed = Policies::Precision::master_weights || Policies::Averaging::averages ||
+    Policies::Parallelism::replicates || Rule::host_stepped;
 
 }  // namespace v0_1
 }  // namespace treadle

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "treadle/batch.hpp"
+#include "treadle/compatibility.hpp"
 #include "treadle/error.hpp"
 #include "treadle/loader.hpp"
 #include "treadle/observe/events.hpp"
@@ -117,9 +118,9 @@ class Fit {
     step_in_epoch_ = rows_ = epoch_rows_ = 0;
     waited_ = epoch_waited_ = 0;
     bool any = false;
-    if constexpr (reseedable_loader<Train>) train.set_epoch(epoch);
-    constexpr bool look_ahead = Trainer::Accumulation::windows && !Trainer::Accumulation::slices;
-    for_each_batch<look_ahead>(
+    const std::int64_t order = trainer_.begin_epoch();
+    if constexpr (reseedable_loader<Train>) train.set_epoch(order);
+    for_each_batch<last_is_needed<typename Trainer::PolicyTypes>>(
         train,
         [&](const auto& batch, bool last) {
           any = true;
@@ -134,7 +135,9 @@ class Fit {
           return value;
         });
     if (!any) refuse_empty();
-    if (trainer_.accumulation().open()) trainer_.reset_window();  // the tail is to be dropped, or fit was stopped
+    if (!stop_ && !drops_tail())
+      if (auto done = trainer_.flush()) after_step(*done);
+    if (trainer_.accumulation().open()) trainer_.reset_window();
     if (steps_since_log_ > 0 || rows_ > 0) log_point(/*tell=*/steps_since_log_ > 0);
     epoch_.rows_per_second = static_cast<double>(epoch_rows_) / std::max(since(epoch_begin_), 1e-9);
     epoch_.data_wait = epoch_waited_ / std::max(since(epoch_begin_), 1e-9);

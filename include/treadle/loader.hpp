@@ -62,17 +62,20 @@ std::int64_t batches_of(const L& range) {
     return -1;
 }
 
-/// Calls `f(batch, last)` for each batch until it returns false. Only with `LookAhead` is `last` ever true, at the
-/// price of holding two batches; `waited(seconds)` is told how long each batch took to come.
-template <bool LookAhead, class Range, class F, class Waited>
+/// Calls `f(batch, last)` for each batch until it returns false; `waited(next)` runs what fetches the next one.
+///
+/// `last` is true only where `KnowsLast` asks for it: a loader that knows its size is counted (one that gives fewer
+/// never comes to its last), any other is asked for the next batch first, so that two are held at a time.
+template <bool KnowsLast, class Range, class F, class Waited>
 void for_each_batch(Range& range, F&& f, Waited&& waited) {
   using std::begin;
   using std::end;
+  [[maybe_unused]] std::int64_t left = KnowsLast ? batches_of(range) : -1;
   auto it = waited([&] { return begin(range); });
   auto last = end(range);
-  if constexpr (!LookAhead) {
+  if constexpr (!KnowsLast || sized_loader<Range>) {
     while (it != last) {
-      if (!f(*it, false)) return;
+      if (!f(*it, --left == 0)) return;
       waited([&] { return ++it, 0; });
     }
   } else {

@@ -13,6 +13,7 @@
 
 #include "treadle/batch.hpp"
 #include "treadle/detail/checks.hpp"
+#include "treadle/detail/places.hpp"
 #include "treadle/error.hpp"
 #include "treadle/evaluation.hpp"
 #include "treadle/fit.hpp"
@@ -48,6 +49,7 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   using NonFinite = typename PolicySetType::NonFinite;
   using Averaging = typename PolicySetType::Averaging;
   using Context = StepContext<typename Checkpointing::State>;
+  using PolicyTypes = PolicySetType;
 
   template <class M>
   requires std::same_as<detail::model_of<M>, Model>
@@ -98,8 +100,8 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
 
   /// Ends a window that is still open, as a step with its true weight; nothing if none is.
   std::optional<StepResult> flush() {
+    if (!accumulation_.open()) return {};
     std::optional<StepResult> result;
-    if (!accumulation_.open()) return result;
     accumulation_.reset();
     guarded([&] { update(result.emplace()); });
     return result;
@@ -110,9 +112,10 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   template <loader Range>
   StepResult step(Range&& range) {
     std::optional<StepResult> result;
-    detail::for_each_batch<true>(
-        detail::range_of(range), [&](const auto& batch, bool last) { return result = accumulate(batch, last), true; },
-        [](auto&& next) { return next(); });
+    const auto feed = [&](const auto& batch, bool last) { return result = accumulate(batch, last), true; };
+    detail::for_each_batch<last_is_needed<PolicySetType>>(detail::range_of(range), feed,
+                                                          [](auto&& next) { return next(); });
+    if (auto done = flush()) result = std::move(done);
     if (!result) throw DataError("treadle::Trainer::step: the range gave no batch; a step needs at least one.");
     return std::move(*result);
   }
@@ -139,11 +142,11 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
     return detail::predict(*this, detail::range_of(loader), forward, options);
   }
 
-  /// Reads the device's verdict: throws `NonFiniteError` if `nonfinite::Stop` has stopped, `ConfigError` if a parameter
-  /// has changed place. `fit` calls it at each log point.
+  /// Reads the device's verdict: throws `NonFiniteError` if `nonfinite::Stop` has stopped, `ConfigError` if a tensor of
+  /// the model has changed place. `fit` calls it at each log point.
   void check() const {
     nonfinite_.report();
-    detail::check_places(parameters_, places_);
+    places_.check();
   }
 
   /// What `evaluate` and `predict` run: `f(objective, model, batch)` under the precision's guards, without gradients.
@@ -173,6 +176,7 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   const ParameterList& parameters() const { return parameters_; }
   const BufferList& buffers() const { return buffers_; }
   std::int64_t steps() const { return steps_; }                           ///< made, skipped ones included
+  std::int64_t begin_epoch() { return epochs_++; }                        ///< number of the epoch that `fit` begins
   const at::Tensor& skipped_steps() const { return verdict_.skipped(); }  ///< int64 scalar on the device
   Observers& observers() { return observers_; }
   NameTable& names() { return names_; }
@@ -240,6 +244,8 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   }
 
   void begin_window() {
+    if (places_.moved()) [[unlikely]]
+      places_.check();
     window_open_ = true;
     context_.records().restart();
     if constexpr (Observers::wants_gradients) rule_.release(), parameters_.release_gradients();
@@ -248,20 +254,15 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   }
 
   template <class F>
-  [[gnu::always_inline]] void guarded(F&& f) {
-    try {
-      const auto math = precision_.math();
-      f();
-    } catch (...) {
-      abandon();
-      throw;
-    }
-  }
-  [[gnu::cold]] void abandon() {
+  [[gnu::always_inline]] void guarded(F&& f) try {
+    const auto math = precision_.math();
+    f();
+  } catch (...) {
     if constexpr (NonFinite::selects)
       if (window_open_) buffer_guard_.restore();
     reset_window();
-    detail::check_places(parameters_, places_);  // a parameter that moved is the likelier cause: say that instead
+    places_.check();  // a parameter that moved is the likelier cause: say that instead
+    throw;
   }
 
   [[no_unique_address]] Objective objective_;
@@ -283,8 +284,10 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   detail::Window<Accumulation::windows || Parallelism::replicates> window_;
   NameTable names_;
   Context context_;
-  detail::Places places_{parameters_};
+  detail::Places places_{parameters_, NonFinite::selects ? buffers_ : BufferList{},
+                         parameters_are_fixed<PolicySetType, Rule>};
   std::int64_t steps_ = 0;
+  std::int64_t epochs_ = 0;
   bool window_open_ = false;
 };
 

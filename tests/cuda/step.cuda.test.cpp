@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What holds on a CUDA device only: a step that never makes the host wait.
-#include <doctest/doctest.h>
 #include <torch/torch.h>
 
 #include <treadle/treadle.hpp>
 
+#include "support/doctest.hpp"
 #include "support/skip.hpp"
 
 #if TREADLE_HAS_CUDA

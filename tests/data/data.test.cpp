@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Data in memory: IDX files, hostile ones included, Fashion-MNIST, and the loader's order.
-#include <doctest/doctest.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
@@ -21,10 +20,8 @@
 #include <treadle/data/tensor_loader.hpp>
 #include <treadle/loader.hpp>
 
+#include "support/doctest.hpp"
 #include "support/skip.hpp"
-
-#undef CHECK  // LibTorch has one that ends the program
-#define CHECK DOCTEST_CHECK
 
 namespace td = treadle;
 namespace fs = std::filesystem;

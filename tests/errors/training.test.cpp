@@ -268,9 +268,12 @@ TEST_CASE("parameters that changed place after construction") {
     net->to(at::kDouble);
     CHECK_SAYS(td::ConfigError, "parameter 'first.weight' was Float on ",
                trainer.fit(std::vector{make_batch(4, 1, at::kDouble)}));
-    net->to(at::kFloat);
-    trainer.check();
-    CHECK(trainer.accumulate(make_batch(4, 1)));
+    net->to(at::kFloat);  // as before, but in other memory than the rule refers to
+    says = "parameter 'first.weight' was given other memory after the trainer was made";
+    CHECK_SAYS(td::ConfigError, says, trainer.check());
+    CHECK_SAYS(td::ConfigError, says, trainer.accumulate(make_batch(4, 1)));
+    td::Trainer another{net, CrossEntropy{}, td::optim::AdamW{}};
+    CHECK(another.accumulate(make_batch(4, 1)));
   }
 }
 

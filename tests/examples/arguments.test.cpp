@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The command line of the examples.
-#include <doctest/doctest.h>
 
 #include <iostream>
 #include <optional>
@@ -9,9 +8,7 @@
 #include <vector>
 
 #include "../examples/support/arguments.hpp"
-
-#undef CHECK  // LibTorch has one that ends the program
-#define CHECK DOCTEST_CHECK
+#include "support/doctest.hpp"
 
 namespace {
 

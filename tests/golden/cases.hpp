@@ -4,7 +4,6 @@
 //
 // Bitwise unless a tolerance is given, which is allowed for clipping, for windows that are no power of two or ragged,
 // and where PyTorch itself computes with other bits (a learning rate in fp64, a host-stepped SGD).
-#include <doctest/doctest.h>
 #include <torch/torch.h>
 #include <treadle/treadle.hpp>
 
@@ -15,11 +14,8 @@
 #include <vector>
 
 #include "golden/reference.hpp"
+#include "support/doctest.hpp"
 #include "support/skip.hpp"
-
-// LibTorch's logging header defines a CHECK of its own, which ends the program.
-#undef CHECK
-#define CHECK DOCTEST_CHECK
 
 namespace td = treadle;
 

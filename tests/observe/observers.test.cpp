@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // treadle-test: PYTHON
 // The text sink and the observers, driven by events alone.
-#include <doctest/doctest.h>
 
 #include <fcntl.h>
 #include <poll.h>
@@ -33,10 +32,8 @@
 #include <treadle/observe/table.hpp>
 #include <treadle/runtime/sink.hpp>
 
+#include "support/doctest.hpp"
 #include "support/skip.hpp"
-
-#undef CHECK  // LibTorch has one that ends the program
-#define CHECK DOCTEST_CHECK
 
 namespace td = treadle;
 namespace fs = std::filesystem;

@@ -3,5 +3,6 @@
 // an edit rebuilds only tests.
 #pragma once
 
-#include <doctest/doctest.h>
 #include <torch/torch.h>
+
+#include "support/doctest.hpp"

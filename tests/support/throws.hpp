@@ -2,12 +2,12 @@
 // What an error says: one clear sentence, of the right type.
 #pragma once
 
-#include <doctest/doctest.h>
-
 #include <string>
 #include <string_view>
 
 #include "treadle/error.hpp"
+
+#include "support/doctest.hpp"
 
 namespace treadle_test {
 

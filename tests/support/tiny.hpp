@@ -2,7 +2,6 @@
 // What crossing tests train: a tiny model with everything in it that breaks loops, its batches, and comparisons.
 #pragma once
 
-#include <doctest/doctest.h>
 #include <torch/torch.h>
 
 #include <cmath>
@@ -14,9 +13,7 @@
 
 #include "treadle/treadle.hpp"
 
-// LibTorch's logging header defines a CHECK of its own, which ends the program.
-#undef CHECK
-#define CHECK DOCTEST_CHECK
+#include "support/doctest.hpp"
 
 namespace treadle_test {
 

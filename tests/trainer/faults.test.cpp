@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Faults that were found in use, each with the smallest scene that showed it.
-#include <doctest/doctest.h>
 #include <torch/torch.h>
+
+#include <cmath>
+#include <memory>
+#include <sstream>
+#include <vector>
 
 #include <treadle/treadle.hpp>
 
-// LibTorch has a CHECK of its own, which ends the program.
-#undef CHECK
-#define CHECK DOCTEST_CHECK
+#include "support/doctest.hpp"
 
 namespace td = treadle;
 
@@ -125,4 +127,156 @@ TEST_CASE("an epoch of skipped steps is nothing to stop early for") {
   Net net;
   td::Trainer trainer{net, CrossEntropy{}, td::optim::AdamW{}, td::policies(on_cpu, td::nonfinite::Skip{})};
   CHECK(trainer.fit(data, {.epochs = 3, .early_stop = td::EarlyStop{}}).skipped == 12);
+}
+
+namespace {
+
+/// Batches of unknown number that are all one batch, refilled in place, as a loader with a fixed buffer gives them.
+class Refilled {
+ public:
+  explicit Refilled(const std::vector<td::Batch>& source) : source_(&source), here_{source[0].data.clone(), {}} {}
+  class Iterator {
+   public:
+    Iterator(Refilled* owner, std::size_t i) : owner_(owner), i_(i) {}
+    const td::Batch& operator*() const { return owner_->here_; }
+    Iterator& operator++() { return ++i_, fill(), *this; }
+    bool operator!=(const Iterator& other) const { return i_ != other.i_; }
+
+    void fill() {
+      if (i_ >= owner_->source_->size()) {
+        owner_->here_.data.fill_(std::nan(""));  // what it held is gone
+        return;
+      }
+      owner_->here_.data.copy_((*owner_->source_)[i_].data);
+      owner_->here_.target = (*owner_->source_)[i_].target;
+    }
+
+   private:
+    Refilled* owner_;
+    std::size_t i_;
+  };
+  Iterator begin() {
+    Iterator first(this, 0);
+    first.fill();
+    return first;
+  }
+  Iterator end() { return {this, source_->size()}; }
+
+ private:
+  const std::vector<td::Batch>* source_;
+  td::Batch here_;
+};
+
+/// Notes the epochs that it is told.
+struct Reseeded : std::vector<td::Batch> {
+  using std::vector<td::Batch>::vector;
+  void set_epoch(std::int64_t epoch) { epochs.push_back(epoch); }
+  std::vector<std::int64_t> epochs{};
+};
+
+struct NormNet : torch::nn::Module {
+  NormNet()
+      : norm(register_module("norm", torch::nn::BatchNorm1d(4))), fc(register_module("fc", torch::nn::Linear(4, 3))) {}
+  at::Tensor forward(const at::Tensor& x) { return fc(norm(x)); }
+  torch::nn::BatchNorm1d norm{nullptr};
+  torch::nn::Linear fc{nullptr};
+};
+
+}  // namespace
+
+TEST_CASE("a loader may refill one batch in place, whatever the window") {
+  const auto source = batches(5);
+  const auto train = [&](auto&& feed) {
+    torch::manual_seed(3);
+    auto net = std::make_shared<Net>();
+    td::Trainer trainer{net, CrossEntropy{}, td::optim::Sgd{.learning_rate = 0.1},
+                        td::policies(on_cpu, td::accumulation::AccumulateOver{.batches = 3})};
+    feed(trainer);
+    CHECK(trainer.steps() == 2);
+    return net->fc->weight.detach().clone();
+  };
+  const auto want = train([&](auto& trainer) { trainer.fit(source, {.epochs = 1}); });
+  CHECK(at::isfinite(want).all().item<bool>());
+  CHECK(want.equal(train([&](auto& trainer) { trainer.fit(Refilled(source), {.epochs = 1}); })));
+  CHECK(want.equal(train([&](auto& trainer) { trainer.step(Refilled(source)); })));
+  CHECK(want.equal(train([&](auto& trainer) { trainer.step(source); })));
+}
+
+TEST_CASE("a loop of fits goes on to the next epoch's order") {
+  Net net;
+  td::Trainer trainer{net, CrossEntropy{}, td::optim::AdamW{}, td::policies(on_cpu)};
+  Reseeded loader;
+  for (auto& batch : batches()) loader.push_back(batch);
+  trainer.fit(loader, {.epochs = 2});
+  trainer.fit(loader, {.epochs = 1});
+  trainer.fit(loader, {.epochs = 1});
+  CHECK(loader.epochs == std::vector<std::int64_t>{0, 1, 2, 3});
+}
+
+TEST_CASE("a short second fit may follow where the warm-up is over") {
+  Net net;
+  td::Trainer trainer{net, CrossEntropy{}, td::optim::AdamW{.schedule = td::schedule::constant({.warmup = 5})},
+                      td::policies(on_cpu)};
+  CHECK_THROWS_AS(trainer.fit(batches(), {.epochs = 1}), td::ConfigError);
+  trainer.fit(batches(), {.epochs = 2});
+  CHECK(trainer.fit(batches(), {.epochs = 1}).steps == 4);
+}
+
+TEST_CASE("a parameter may be unfrozen later only where nothing was made for those that train") {
+  const auto unfreeze = [](auto policies) {
+    Net net;
+    net.fc->bias.set_requires_grad(false);
+    td::Trainer trainer{net, CrossEntropy{}, td::optim::AdamW{.learning_rate = 0.1}, policies};
+    trainer.accumulate(batches()[0]);
+    const auto before = net.fc->bias.detach().clone();
+    net.fc->bias.set_requires_grad(true);
+    trainer.check();
+    trainer.accumulate(batches()[0]);
+    return !before.equal(net.fc->bias.detach());
+  };
+  CHECK(unfreeze(td::policies(on_cpu)));
+  CHECK_THROWS_WITH_AS(unfreeze(td::policies(on_cpu, td::averaging::ExponentialAverage{})),
+                       doctest::Contains("parameter 'fc.bias' was frozen when the trainer was made"), td::ConfigError);
+  CHECK_THROWS_AS(unfreeze(td::policies(on_cpu, td::precision::Bf16Weights{})), td::ConfigError);
+}
+
+TEST_CASE("two trainers of one model that skip both put its buffers back") {
+  NormNet net;
+  const auto loss = [](NormNet& n, const td::Batch& b) { return td::mean_loss(n.forward(b.data), b.target); };
+  const auto policies = td::policies(on_cpu, td::nonfinite::Skip{});
+  td::Trainer first{net, loss, td::optim::AdamW{}, policies};
+  td::Trainer second{net, loss, td::optim::AdamW{}, policies};
+  auto bad = batches()[0];
+  bad.data[0][0] = std::nan("");
+  const auto skips = [&](auto& trainer) {
+    trainer.accumulate(batches()[1]);
+    const auto mean = net.norm->running_mean.clone();
+    const auto seen = net.norm->num_batches_tracked.clone();
+    const auto done = trainer.accumulate(bad);
+    return done->skipped.template item<float>() == 1 && mean.equal(net.norm->running_mean) &&
+           seen.equal(net.norm->num_batches_tracked);
+  };
+  for (int i = 0; i < 2; ++i) {
+    CHECK(skips(first));
+    CHECK(skips(second));
+  }
+  CHECK(net.norm->num_batches_tracked.item<std::int64_t>() == 4);
+}
+
+TEST_CASE("a model that was loaded after its trainer was made is refused at the next window") {
+  Net net;
+  td::Trainer trainer{net, CrossEntropy{}, td::optim::AdamW{}, td::policies(on_cpu)};
+  trainer.accumulate(batches()[0]);
+  Net other;
+  std::stringstream file;
+  {
+    torch::serialize::OutputArchive out;
+    other.save(out);
+    out.save_to(file);
+  }
+  torch::serialize::InputArchive in;
+  in.load_from(file);
+  net.load(in);
+  CHECK(net.fc->weight.equal(other.fc->weight));
+  CHECK_THROWS_WITH_AS(trainer.accumulate(batches()[0]), doctest::Contains("given other memory"), td::ConfigError);
 }

@@ -107,32 +107,6 @@ void prepare(const Policies& policies, const Rule& rule, const TrainerOptions& o
   if (options.determinism) apply(*options.determinism);
 }
 
-/// Where the parameters were when the trainer was made.
-class Places {
- public:
-  explicit Places(const ParameterList& parameters) {
-    for (const auto& parameter : parameters)
-      places_.emplace_back(parameter.model.device(), parameter.model.scalar_type());
-  }
-  auto operator[](std::size_t i) const { return places_[i]; }
-
- private:
-  std::vector<std::pair<at::Device, at::ScalarType>> places_;
-};
-
-/// Throws `ConfigError` naming a parameter whose device or dtype is no longer what it was.
-inline void check_places(const ParameterList& parameters, const Places& places) {
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const auto& tensor = parameters[i].model;
-    const auto [device, dtype] = places[i];
-    if (tensor.device() == device && tensor.scalar_type() == dtype) continue;
-    throw ConfigError("treadle::Trainer: parameter '" + parameters[i].name + "' was " + c10::toString(dtype) + " on " +
-                      device.str() + " when the trainer was made and is now " + c10::toString(tensor.scalar_type()) +
-                      " on " + tensor.device().str() +
-                      "; choose device and precision by policies instead of moving the model afterwards.");
-  }
-}
-
 /// Whether a loss is what losses are: an fp32 scalar with a gradient.
 inline bool is_plain_loss(const at::Tensor& value) {
   return value.defined() && value.dim() == 0 && value.scalar_type() == at::kFloat && value.requires_grad();

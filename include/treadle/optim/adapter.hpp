@@ -57,7 +57,9 @@ struct Adapter {
       applied_ = 0;
     }
     bool planned() const { return !table_.empty(); }
-    void check_run(std::int64_t run_steps) const { factors_.check_run(run_steps); }
+    void check_run(std::int64_t run_steps) const {
+      factors_.check_run(run_steps > 0 && !follows_run() ? run_steps + applied_ : run_steps);
+    }
     bool follows_run() const { return factors_.needs_horizon(); }
     /// The first group's rate at the next step: fp32, one element, on the host.
     at::Tensor of(std::size_t) const {

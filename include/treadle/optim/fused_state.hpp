@@ -171,12 +171,14 @@ class FusedState {
       if (found == members.end()) found = members.insert(found, {key, {}});
       found->second.push_back(i);
     }
-    // State is made above and members change below, so a refused gradient leaves the old grouping whole.
+    std::vector<at::Tensor> steps;
+    for (const auto& [key, indices] : members) steps.push_back(slots_[indices.front()].step.clone());
+    // What can fail has been done, members change below: a refused gradient leaves the old grouping whole.
     idle_ = std::move(idle);
     cohorts_.clear();
     sources_.clear();
     gradients_.clear();
-    for (const auto& [key, indices] : members) cohorts_.push_back(make_cohort(indices));
+    for (std::size_t c = 0; c < members.size(); ++c) cohorts_.push_back(make_cohort(members[c].second, steps[c]));
     for (const auto* source : sources_) gradients_.push_back(std::move(source->mutable_grad()));
   }
 
@@ -194,7 +196,7 @@ class FusedState {
     slot.state_is_fresh = true;
   }
 
-  Cohort make_cohort(const std::vector<std::size_t>& indices) {
+  Cohort make_cohort(const std::vector<std::size_t>& indices, const at::Tensor& step) {
     Cohort cohort;
     cohort.begin = sources_.size();
     cohort.size = indices.size();
@@ -202,7 +204,7 @@ class FusedState {
     cohort.learning_rate = rates_.of(group);
     cohort.weight_decay = rule_.weight_decay;
     if (group > 0) cohort.weight_decay = rule_.groups[group - 1].weight_decay.value_or(rule_.weight_decay);
-    cohort.step = slots_[indices.front()].step.clone();
+    cohort.step = step;
     cohort.state.resize(rule_.state_count());
     for (const auto i : indices) {
       auto& slot = slots_[i];

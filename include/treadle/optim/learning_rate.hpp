@@ -38,8 +38,11 @@ class LearningRate {
     planned_ = true;
   }
   bool planned() const { return planned_; }
-  /// Throws `ConfigError` if a run of `run_steps` is too short for the schedule.
-  void check_run(std::int64_t run_steps) const { schedule_.check_run(run_steps); }
+  /// Throws `ConfigError` if a run of `run_steps` from here is too short for the schedule; reads the position.
+  void check_run(std::int64_t run_steps) const {
+    const bool goes_on = run_steps > 0 && planned_ && !follows_run();
+    schedule_.check_run(goes_on ? run_steps + position_.item<std::int64_t>() : run_steps);
+  }
   /// Whether `fit` sets the horizon, so that each `fit` starts the schedule anew.
   bool follows_run() const { return schedule_.needs_horizon(); }
   bool constant() const { return last_ == 0; }

@@ -45,20 +45,37 @@ class BufferGuard {
   }
 
  private:
+  // elements: every view stays aligned for vector loads
+  static std::int64_t room_for(const at::Tensor& tensor) { return (tensor.numel() + 63) / 64 * 64; }
+
   void pool(std::vector<at::Tensor>& tensors) {
-    constexpr std::int64_t alignment = 64;  // elements: every view stays aligned for vector loads
     std::int64_t total = 0;
-    for (const auto& tensor : tensors) total += (tensor.numel() + alignment - 1) / alignment * alignment;
+    for (const auto& tensor : tensors) total += room_for(tensor);
+    auto flat = pooled(tensors) ? at::empty({0}, tensors.front().options()).set_(tensors.front().storage(), 0, {total})
+                                : gathered(tensors, total);
+    live_.push_back(flat);
+    saved_.push_back(at::empty_like(flat));
+  }
+  // Another trainer of the same model may have done it: moving the buffers again would take them away from it.
+  static bool pooled(const std::vector<at::Tensor>& tensors) {
+    std::int64_t offset = 0;
+    for (const auto& tensor : tensors) {
+      if (!tensor.is_alias_of(tensors.front()) || tensor.storage_offset() != offset || !tensor.is_contiguous())
+        return false;
+      offset += room_for(tensor);
+    }
+    return tensors.front().storage().nbytes() == static_cast<std::size_t>(offset) * tensors.front().element_size();
+  }
+  static at::Tensor gathered(std::vector<at::Tensor>& tensors, std::int64_t total) {
     auto flat = at::zeros({total}, tensors.front().options());
     std::int64_t offset = 0;
     for (auto& tensor : tensors) {
       auto view = flat.narrow(0, offset, tensor.numel()).view(tensor.sizes());
       view.copy_(tensor);
       tensor.set_data(view);
-      offset += (tensor.numel() + alignment - 1) / alignment * alignment;
+      offset += room_for(tensor);
     }
-    live_.push_back(flat);
-    saved_.push_back(at::empty_like(flat));
+    return flat;
   }
 
   std::vector<at::Tensor> live_;
