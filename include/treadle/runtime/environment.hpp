@@ -3,10 +3,8 @@
 #pragma once
 
 #include <charconv>
-#include <cstdint>
 #include <functional>
 #include <string>
-#include <string_view>
 #include <system_error>
 #include <utility>
 
@@ -20,24 +18,18 @@ using EnvironmentLookup = std::function<const char*(const char*)>;
 
 namespace detail {
 
-/// What somebody calls the variables that a world is read from.
+/// What a launcher calls the numbers that a world is read from.
 struct WorldNames {
   const char* launcher;
   const char* rank;
   const char* world_size;
   const char* local_rank;
   const char* local_world_size;
-  const char* others;  // how the sentences go on after those four
 };
 
-inline constexpr WorldNames plain_names{
-    "", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ", MASTER_ADDR and MASTER_PORT"};
-inline constexpr WorldNames open_mpi_names{"Open MPI",
-                                           "OMPI_COMM_WORLD_RANK",
-                                           "OMPI_COMM_WORLD_SIZE",
-                                           "OMPI_COMM_WORLD_LOCAL_RANK",
-                                           "OMPI_COMM_WORLD_LOCAL_SIZE",
-                                           ""};
+inline constexpr WorldNames plain_names{"", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
+inline constexpr WorldNames open_mpi_names{"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                                           "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"};
 
 /// An environment seen through a lookup. A variable that is set to nothing counts as not set.
 class Environment {

@@ -60,16 +60,12 @@ inline StartedBy started_by(const Environment& environment) {
   return StartedBy::Nobody;
 }
 
-/// A port between 20000 and 29999, below those that Linux gives to outgoing connections.
-inline std::uint16_t derived_port(std::uint64_t number) {
-  return static_cast<std::uint16_t>(20000 + number % 10000);
-}
-
-/// The same for all processes that have the same text (FNV-1a).
+/// A port between 20000 and 29999, below those that Linux gives to outgoing connections, and the same for all processes
+/// that have the same text (FNV-1a).
 inline std::uint16_t derived_port(const std::string& text) {
   std::uint64_t hash = 14695981039346656037U;
   for (const char letter : text) hash = (hash ^ static_cast<unsigned char>(letter)) * 1099511628211U;
-  return derived_port(hash);
+  return static_cast<std::uint16_t>(20000 + hash % 10000);
 }
 
 class WorldReader {
@@ -142,16 +138,11 @@ class WorldReader {
     world_.rank = environment_.number("SLURM_PROCID", 0, unlimited);
     world_.local_rank = environment_.number("SLURM_LOCALID", 0, unlimited);
     world_.local_world_size = slurm_local_world_size();
-    check_ranks({"Slurm", "SLURM_PROCID", size, "SLURM_LOCALID", "the number of tasks of this node", ""});
+    check_ranks({"Slurm", "SLURM_PROCID", size, "SLURM_LOCALID", "the number of tasks of this node"});
     if (world_.world_size == 1) return;
-    const auto job = environment_.either("SLURM_JOB_ID", "SLURM_JOBID");
-    const auto step = environment_.either("SLURM_STEP_ID", "SLURM_STEPID");
-    if (environment_.has(job)) {  // two steps of a job may run beside each other
-      world_.port = derived_port(static_cast<std::uint64_t>(environment_.number(job, 0, unlimited)) +
-                                 101 * static_cast<std::uint64_t>(derived_port(environment_.text(step))));
-    } else if (!environment_.has("MASTER_PORT")) {
-      refuse_missing("SLURM_PROCID", "SLURM_JOB_ID", "start the program with srun, or export MASTER_PORT");
-    }
+    const auto job = environment_.text(environment_.either("SLURM_JOB_ID", "SLURM_JOBID"));
+    const auto step = environment_.text(environment_.either("SLURM_STEP_ID", "SLURM_STEPID"));
+    world_.port = derived_port(job + "." + step);  // two steps of a job may run beside each other
     if (!environment_.has("MASTER_ADDR")) world_.host = slurm_first_host();
     read_master();
   }
