@@ -32,6 +32,7 @@
 namespace treadle {
 inline namespace v0_1 {
 
+/// How `launch` treats its ranks. After a failure or a signal a job ends within `grace` + `kill_grace` and a little.
 struct LaunchOptions {
   std::filesystem::path
       log_dir;  ///< if given, rank r writes into `rank-<r>.log` there instead of the launcher's output
