@@ -183,6 +183,10 @@ function(treadle_find_torch error_result)
     endif()
   endforeach()
 
+  set(has_gloo_headers 0)
+  if(EXISTS "${root}/include/gloo/transport/device.h")
+    set(has_gloo_headers 1)
+  endif()
   set(has_cuda 0)
   set(has_nccl 0)
   set(cuda_note "no CUDA")
@@ -269,7 +273,8 @@ function(treadle_find_torch error_result)
     TREADLE_TORCH_ROOT "${root}"
     TREADLE_LIBRARY_DIRS "${runtime_dirs};${link_dirs}"
     TREADLE_HAS_CUDA ${has_cuda}
-    TREADLE_HAS_NCCL ${has_nccl})
+    TREADLE_HAS_NCCL ${has_nccl}
+    TREADLE_HAS_GLOO_HEADERS ${has_gloo_headers})
   _treadle_torch_version("${root}" version)
   message(STATUS "Treadle: LibTorch ${version} at ${root} (from ${how}; ${cuda_note})")
 endfunction()

@@ -99,7 +99,7 @@ struct Rows {
       bool first = true;
       ForEachTensor{}(batch, [&](const at::Tensor& tensor) {
         if (first && tensor.defined()) count = length(tensor);
-        first = false;
+        if (tensor.defined()) first = false;
       });
       return count;
     }
@@ -130,8 +130,9 @@ void for_each_input(B& batch, F&& f) {
     treadle::for_each_tensor(batch, f);
 }
 
-/// `rows(batch)`: the first dimension of its first tensor, 1 for a scalar. Throws `DataError` for a `{data, target}`
-/// whose tensors differ in it. A type changes it with a member or a free function `rows(batch)` in its namespace.
+/// `rows(batch)`: the first dimension of its first defined tensor, 1 for a scalar. Throws `DataError` for a `{data,
+/// target}` whose tensors differ in it. A type changes it with a member or a free function `rows(batch)` in its
+/// namespace.
 inline constexpr detail::Rows rows{};
 
 /// Whether rows of `B` can be sliced: `{data, target}`, or a type with a member or a free function

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/mul.h>
 
@@ -18,6 +19,8 @@
 #include "treadle/model.hpp"
 #include "treadle/objective.hpp"
 #include "treadle/observe/meter.hpp"
+#include "treadle/ranks_in_step.hpp"
+#include "treadle/runtime/placement.hpp"
 #include "treadle/runtime/random.hpp"
 #include "treadle/step_context.hpp"
 
@@ -67,6 +70,17 @@ class Evaluator {
   EvaluationMode<std::remove_reference_t<decltype(std::declval<Trainer&>().model())>> mode_;
 };
 
+/// `f(objective, model, batch)` under the precision's guards, without gradients.
+template <class Trainer, class B, class F>
+void infer(Trainer& trainer, const B& batch, F&& f) {
+  const at::NoGradGuard no_grad;
+  const auto math = trainer.precision().math();
+  placed<Trainer::Precision::casts_inputs>(batch, trainer.device(), trainer.precision(), [&](const auto& here) {
+    [[maybe_unused]] const auto cast = trainer.precision().autocast();
+    f(trainer.objective(), trainer.model(), here);
+  });
+}
+
 inline constexpr auto no_clock = [](auto&& next) { return next(); };
 
 template <class Trainer, class Range>
@@ -77,7 +91,7 @@ Metrics evaluate(Trainer& trainer, Range& range, const EvaluateOptions& options)
   for_each_batch<false>(
       range,
       [&](const auto& batch, bool) {
-        trainer.run_inference(batch, [&](auto& objective, auto& model, const auto& here) {
+        infer(trainer, batch, [&](auto& objective, auto& model, const auto& here) {
           typename Trainer::Context context(trainer.checkpointing(), trainer.names());
           context.set_training(false);
           const std::int64_t rows = treadle::rows(here);
@@ -86,7 +100,8 @@ Metrics evaluate(Trainer& trainer, Range& range, const EvaluateOptions& options)
           const Loss loss = call_objective(objective, model, here, context);
           require_scalar(loss.value);
           if (loss.counts_nothing()) return meter.add(context.records());
-          const at::Tensor value(loss.value.tensor_data());
+          at::Tensor value(loss.value.tensor_data());
+          if (value.scalar_type() == at::kBFloat16 || value.scalar_type() == at::kHalf) value = value.to(at::kFloat);
           const bool on_device = loss.device_count.defined();
           const auto sum = loss.is_mean ? at::mul(value, static_cast<double>(loss.count)) : value;
           meter.add("loss", sum.reshape({}), on_device ? 0.0 : static_cast<double>(loss.count), loss.device_count, {});
@@ -95,8 +110,10 @@ Metrics evaluate(Trainer& trainer, Range& range, const EvaluateOptions& options)
         return true;
       },
       no_clock);
-  if (!any) throw DataError("treadle::Trainer::evaluate: the loader gave no batch; evaluation needs at least one.");
-  return meter.take().means();
+  RanksInStep<typename Trainer::Parallelism::State, Trainer::Parallelism::processes> ranks(trainer.parallelism());
+  if (!any && !Trainer::Parallelism::processes)  // among several ranks one may well have none
+    throw DataError("treadle::Trainer::evaluate: the loader gave no batch; evaluation needs at least one.");
+  return ranks.gather(meter.take()).means();
 }
 
 template <class Trainer, class Range, class Forward>
@@ -106,8 +123,7 @@ at::Tensor predict(Trainer& trainer, Range& range, Forward& forward, const Evalu
   for_each_batch<false>(
       range,
       [&](const auto& batch, bool) {
-        trainer.run_inference(batch,
-                              [&](auto&, auto& model, const auto& here) { outputs.push_back(forward(model, here)); });
+        infer(trainer, batch, [&](auto&, auto& model, const auto& here) { outputs.push_back(forward(model, here)); });
         return true;
       },
       no_clock);

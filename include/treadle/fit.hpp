@@ -18,6 +18,7 @@
 #include "treadle/loader.hpp"
 #include "treadle/observe/events.hpp"
 #include "treadle/observe/meter.hpp"
+#include "treadle/ranks_in_step.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
@@ -47,7 +48,8 @@ struct NoLoader {};
 template <class Trainer>
 class Fit {
  public:
-  Fit(Trainer& trainer, const FitOptions& options) : trainer_(trainer), options_(options) {
+  Fit(Trainer& trainer, const FitOptions& options)
+      : trainer_(trainer), options_(options), ranks_(trainer.parallelism()) {
     if (options.epochs < 0 || options.max_steps < 0 || !(options.max_seconds >= 0))
       throw ConfigError(
           "treadle::Trainer::fit: epochs, max_steps and max_seconds must not be negative; 0 sets no limit.");
@@ -60,7 +62,7 @@ class Fit {
   }
 
   template <class Train, class Test>
-  FitResult run(Train&& train, Test&& test) {
+  FitResult run(Train&& train, Test&& test) try {
     begin(train, !std::is_same_v<std::remove_cvref_t<Test>, NoLoader>);
     for (std::int64_t epoch = 0; !stop_ && (options_.epochs == 0 || epoch < options_.epochs); ++epoch) {
       train_epoch(train, epoch);
@@ -74,8 +76,11 @@ class Fit {
     }
     result_.stop_reason = stop_.value_or(StopReason::Finished);
     result_.seconds = since(begin_);
-    static_cast<void>(trainer_.observers().on_fit_end(result_));
+    static_cast<void>(trainer_.observers().on_fit_end(result_, ranks_.rank()));
     return std::move(result_);
+  } catch (...) {
+    trainer_.abandon();  // a loader or an observer may have thrown in the middle of a window
+    throw;
   }
 
  private:
@@ -92,8 +97,11 @@ class Fit {
     const std::int64_t batches = batches_of(train);
     if (batches == 0) refuse_empty();
     const auto per_step = static_cast<std::int64_t>(trainer_.accumulation().batches_per_step());
-    const std::int64_t epoch_steps = batches < 0 ? 0 : (batches + (drops_tail() ? 0 : per_step - 1)) / per_step;
-    std::int64_t total = epoch_steps * options_.epochs;
+    const std::int64_t own_steps = batches < 0 ? -1 : (batches + (drops_tail() ? 0 : per_step - 1)) / per_step;
+    const std::int64_t epoch_steps = std::max<std::int64_t>(ranks_.plan(own_steps), 0);
+    if (batches >= 0 && epoch_steps == 0) refuse_tail(batches, per_step);
+    std::int64_t total = 0;
+    if (__builtin_mul_overflow(epoch_steps, options_.epochs, &total)) total = 0;  // as good as no limit
     if (options_.max_steps > 0) total = total > 0 ? std::min(total, options_.max_steps) : options_.max_steps;
     auto& rates = trainer_.rule().rates();
     rates.check_run(total);
@@ -106,7 +114,8 @@ class Fit {
                           .evaluates = evaluates};
     for (const auto& parameter : trainer_.parameters())
       if (parameter.model.requires_grad()) info.parameters += parameter.model.numel();
-    if (!trainer_.observers().on_fit_begin(info)) stop_ = StopReason::Requested;
+    if (!trainer_.observers().on_fit_begin(info, ranks_.rank())) wish(StopReason::Requested);
+    stop_ = ranks_.agree(wish_);
   }
 
   template <class Train>
@@ -124,6 +133,7 @@ class Fit {
         train,
         [&](const auto& batch, bool last) {
           any = true;
+          if (!trainer_.accumulation().open()) ranks_.window_begins();
           rows_ += treadle::rows(batch);
           if (auto done = trainer_.accumulate(batch, last && !drops_tail())) after_step(*done);
           return !stop_;
@@ -137,8 +147,13 @@ class Fit {
     if (!any) refuse_empty();
     if (!stop_ && !drops_tail())
       if (auto done = trainer_.flush()) after_step(*done);
-    if (trainer_.accumulation().open()) trainer_.reset_window();
-    if (steps_since_log_ > 0 || rows_ > 0) log_point(/*tell=*/steps_since_log_ > 0);
+    if (trainer_.accumulation().open()) {
+      trainer_.reset_window();
+      if (!stop_ && ranks_.must_close()) after_step(trainer_.join());
+    }
+    while (!stop_ && ranks_.others_go_on(step_in_epoch_)) after_step(trainer_.join());
+    log_point(/*tell=*/steps_since_log_ > 0);
+    if (step_in_epoch_ == 0 && !stop_) refuse_tail(-1, trainer_.accumulation().batches_per_step());
     epoch_.rows_per_second = static_cast<double>(epoch_rows_) / std::max(since(epoch_begin_), 1e-9);
     epoch_.data_wait = epoch_waited_ / std::max(since(epoch_begin_), 1e-9);
   }
@@ -148,17 +163,18 @@ class Fit {
     ++result_.steps;
     ++step_in_epoch_;
     ++steps_since_log_;
-    if (!trainer_.observers().on_step({done, epoch_.epoch, step_in_epoch_ - 1, result_.steps}))
-      request(StopReason::Requested);
-    if (options_.max_steps > 0 && result_.steps >= options_.max_steps) request(StopReason::MaxSteps);
-    if (options_.max_seconds > 0 && since(begin_) >= options_.max_seconds) request(StopReason::MaxTime);
+    if (!trainer_.observers().on_step({done, epoch_.epoch, step_in_epoch_ - 1, result_.steps}, ranks_.rank()))
+      wish(StopReason::Requested);
+    if (options_.max_seconds > 0 && since(begin_) >= options_.max_seconds) wish(StopReason::MaxTime);
+    if constexpr (!Trainer::Parallelism::processes) stop_ = wish_;  // else at the next log point, where all ranks are
+    if (options_.max_steps > 0 && result_.steps >= options_.max_steps && !stop_) stop_ = StopReason::MaxSteps;
     if (steps_since_log_ >= options_.log_every) log_point(/*tell=*/true);
   }
 
   /// The only place in an epoch that reads from the device.
   void log_point(bool tell) {
     trainer_.check();
-    const auto totals = meter_.take();
+    const auto totals = ranks_.gather(meter_.take());
     epoch_totals_.add(totals);
     result_.skipped = read_skipped() - skipped_before_;
     const double seconds = std::max(since(log_begin_), 1e-9);
@@ -177,8 +193,9 @@ class Fit {
                               .data_wait = waited_ / seconds};
       if constexpr (Trainer::Precision::scales_loss)
         event.loss_scale = trainer_.precision().loss_scale().template item<float>();  // sync: log point
-      if (!trainer_.observers().on_log(event)) request(StopReason::Requested);
+      if (!trainer_.observers().on_log(event, ranks_.rank())) wish(StopReason::Requested);
     }
+    agree_to_stop();
     steps_since_log_ = 0;
     rows_ = 0;
     waited_ = 0;
@@ -191,25 +208,33 @@ class Fit {
     epoch_.seconds = since(epoch_begin_);
     if (complete) ++result_.epochs;
     result_.history.push_back(epoch_);
-    if (!trainer_.observers().on_epoch(epoch_)) request(StopReason::Requested);
+    if (!trainer_.observers().on_epoch(epoch_, ranks_.rank())) wish(StopReason::Requested);
     // With a test loader only evaluated epochs count, or test and training values would be compared.
     if (complete && options_.early_stop && (epoch_.test || !evaluates_)) early_stop(*options_.early_stop);
+    agree_to_stop();
   }
 
   void early_stop(const EarlyStop& rule) {
     const Metrics& metrics = epoch_.test ? *epoch_.test : epoch_.train;
-    if (metrics.empty()) return;  // an epoch that counted nothing, all of its steps skipped say, judges nothing
+    // An epoch that counted nothing, all of its steps skipped say, judges nothing; a name that never comes is a
+    // mistake.
+    if (metrics.empty() || (judged_ && !metrics.find(rule.metric))) return;
+    judged_ = true;
     const double value = metrics[rule.metric] * (rule.maximize ? -1 : 1);
     if (std::isfinite(value) && value < best_ - rule.min_delta) {
       best_ = value;
       epochs_without_ = 0;
     } else if (++epochs_without_ >= rule.patience) {
-      request(StopReason::EarlyStop);
+      wish(StopReason::EarlyStop);
     }
   }
 
-  void request(StopReason reason) {
-    if (!stop_) stop_ = reason;
+  void wish(StopReason reason) {
+    if (!wish_) wish_ = reason;
+  }
+  void agree_to_stop() {
+    const auto agreed = ranks_.agree(wish_);
+    if (!stop_) stop_ = agreed;
   }
   bool drops_tail() const {
     if constexpr (Trainer::Accumulation::drops_tail)
@@ -220,17 +245,25 @@ class Fit {
   std::int64_t read_skipped() const {
     return trainer_.skipped_steps().template item<std::int64_t>();
   }  // sync: log point
+  [[noreturn]] static void refuse_tail(std::int64_t batches, std::int64_t per_step) {
+    throw DataError("treadle::Trainer::fit: an epoch " +
+                    (batches < 0 ? std::string() : "of " + std::to_string(batches) + " batches ") +
+                    "makes no step, because it is shorter than a window of " + std::to_string(per_step) +
+                    " batches, which accumulation::Tail::Drop drops; use Tail::Step, or fewer batches a step.");
+  }
   [[noreturn]] static void refuse_empty() {
     throw DataError("treadle::Trainer::fit: the training loader gave no batch; it needs at least one an epoch.");
   }
 
   Trainer& trainer_;
   FitOptions options_;
+  RanksInStep<typename Trainer::Parallelism::State, Trainer::Parallelism::processes> ranks_;
   FitResult result_;
   observe::Meter meter_;
   observe::Totals epoch_totals_;
   observe::EpochEvent epoch_;
-  std::optional<StopReason> stop_;
+  std::optional<StopReason> wish_;  // of this rank
+  std::optional<StopReason> stop_;  // of all
   Clock::time_point begin_, epoch_begin_, log_begin_;
   std::int64_t step_in_epoch_ = 0;
   std::int64_t steps_since_log_ = 0;
@@ -239,6 +272,7 @@ class Fit {
   std::int64_t skipped_before_ = 0;
   std::int64_t epochs_without_ = 0;
   bool evaluates_ = false;
+  bool judged_ = false;
   double waited_ = 0;
   double epoch_waited_ = 0;
   double best_ = std::numeric_limits<double>::infinity();

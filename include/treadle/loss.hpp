@@ -48,6 +48,12 @@ class Loss {
 };
 
 namespace detail {
+/// What a micro-batch's loss counts for: the host's factor on its gradient, and whether it is an fp32 scalar.
+struct Weight {
+  double factor;
+  bool plain;
+};
+
 /// Throws `ConfigError` for an objective's value that is no scalar.
 inline void require_scalar(const at::Tensor& value) {
   if (!value.defined())

@@ -95,6 +95,10 @@ ParameterList list_parameters(M& m, at::Device device) {
       throw ConfigError("treadle::Trainer: parameter '" + item_name(item) + "' is of dtype " +
                         c10::toString(tensor.scalar_type()) +
                         "; only floating-point tensors can be trained, so register it as a buffer.");
+    if (!tensor.is_non_overlapping_and_dense())
+      throw ConfigError("treadle::Trainer: parameter '" + item_name(item) +
+                        "' is a view with gaps or overlaps in memory (sizes and strides do not fill it), which fused "
+                        "updates would write beside; register a contiguous() clone of it.");
     any |= tensor.requires_grad();
     tensor.mutable_grad().reset();  // or the first backward pass would add to it
     parameters.push_back({item_name(item), tensor, tensor});

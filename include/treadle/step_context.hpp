@@ -54,6 +54,8 @@ class StepContext {
       throw DataError("treadle: step.record(\"" + std::string(name) + "\") was given a tensor of " +
                       std::to_string(value.numel()) + " elements; record a scalar, such as its sum().");
     at::Tensor plain(value.tensor_data());  // without its graph
+    // A parameter, or a view of one, would change under the record; what was computed for it alone is taken as it is.
+    if (value.use_count() > 1 || plain.storage().use_count() > 1) plain = plain.clone();
     if (plain.dim() != 0) plain = plain.reshape({});
     // Sums over a window are taken in the value's own dtype: bool would become "or", and narrow ones overflow or round.
     const auto dtype = plain.scalar_type();

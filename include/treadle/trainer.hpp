@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 
 #include <concepts>
 #include <cstdint>
@@ -26,6 +25,7 @@
 #include "treadle/runtime/placement.hpp"
 #include "treadle/runtime/verdict.hpp"
 #include "treadle/runtime/window.hpp"
+#include "treadle/stages.hpp"
 #include "treadle/step_context.hpp"
 #include "treadle/step_result.hpp"
 #include "treadle/trainer_options.hpp"
@@ -61,7 +61,8 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
         parallelism_((detail::prepare(policies, rule, options), policies.parallelism)),
         parameters_((model_->to(device()), detail::list_parameters(*model_, device()))),
         buffers_(detail::list_buffers(*model_)),
-        precision_(policies.precision, parameters_, buffers_, Accumulation::windows),
+        precision_((detail::check_groups(rule, parameters_), policies.precision), parameters_, buffers_,
+                   Accumulation::windows),
         accumulation_(policies.accumulation),
         checkpointing_(policies.checkpointing),
         execution_(policies.execution),
@@ -71,9 +72,10 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
         averaging_((parallelism_.prepare(*model_, parameters_, buffers_), policies.averaging), parameters_),
         rule_(rule, parameters_),
         verdict_(device()),
-        window_(device()),
+        window_(device(), parallelism_.world_size(), !Accumulation::windows && parallelism_.world_size() == 1),
         context_(checkpointing_, names_) {
     window_.keep_losses(NonFinite::inspects_losses);
+    window_.own_seeds(parameters_.any_of_one_element());
     if (options.nominal_count > 0) window_.set_c0(options.nominal_count);
   }
   Trainer(const Trainer&) = delete;
@@ -144,25 +146,34 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
 
   /// Reads the device's verdict: throws `NonFiniteError` if `nonfinite::Stop` has stopped, `ConfigError` if a tensor of
   /// the model has changed place. `fit` calls it at each log point.
-  void check() const {
+  void check() {
+    parallelism_.report();
     nonfinite_.report();
     places_.check();
   }
 
-  /// What `evaluate` and `predict` run: `f(objective, model, batch)` under the precision's guards, without gradients.
-  template <class B, class F>
-  void run_inference(const B& batch, F&& f) {
-    const at::NoGradGuard no_grad;
-    const auto math = precision_.math();
-    detail::placed<Precision::casts_inputs>(batch, device(), precision_, [&](const auto& here) {
-      [[maybe_unused]] const auto cast = precision_.autocast();
-      f(objective_, *model_, here);
+  /// Takes part without a batch of its own in a step that other ranks make; on one rank a step that counts nothing.
+  StepResult join() {
+    std::optional<StepResult> result;
+    guarded([&] {
+      if (!window_open_) begin_window();
+      Stages{*this}.skip();
+      update(result.emplace());
     });
+    return std::move(*result);
   }
 
-  /// Drops an open window and its gradients.
+  /// After a throw, `fit` and the step themselves call it: tells other ranks, and drops an open window.
+  void abandon() {
+    parallelism_.abandon(Stages{*this});
+    reset_window();
+  }
+  /// Drops an open window: its gradients, and what it did to the buffers where a skipped step would undo that.
   void reset_window() {
+    if constexpr (NonFinite::selects)
+      if (window_open_) buffer_guard_.restore();
     window_open_ = false;
+    parallelism_.reset();
     accumulation_.reset();
     execution_.reset();
     window_.reset();
@@ -172,6 +183,7 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   }
 
   Model& model() { return *model_; }
+  Objective& objective() { return objective_; }
   at::Device device() const { return parallelism_.device(); }
   const ParameterList& parameters() const { return parameters_; }
   const BufferList& buffers() const { return buffers_; }
@@ -189,37 +201,24 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   typename Averaging::State& averaging() { return averaging_; }
 
  private:
-  /// Stages 1 to 4 of a step: forward under the precision's guard, backward outside it, both under the sync guard.
+  using Stages = detail::Stages<Trainer>;
+  friend Stages;
+
+  /// Stages 1 to 4 of a step (stages.hpp): forward, count and backward, all under the parallelism policy's sync guard.
   template <class B>
   [[gnu::always_inline]] void micro_batch(const B& batch, bool closes) {
     if (!window_open_) begin_window();
-    parallelism_.run(
-        *model_, batch, closes, [&](Model & model, const B& shard) __attribute__((always_inline)) {
-          const std::int64_t rows = treadle::rows(shard);
-          if (rows == 0) return window_.add_nothing();
-          const Loss loss = forward(model, shard);
-          if (loss.counts_nothing()) [[unlikely]]
-            return window_.add_nothing();
-          const bool plain = detail::is_plain_loss(loss.value) || detail::check_loss(loss.value);
-          const double factor = window_.add(loss, rows, [&](double count) { return parallelism_.agree(count); });
-          detail::backward(loss.value, plain, window_.seed(factor, detail::loss_scale_of(precision_)), factor);
-        });
-  }
-
-  template <class B>
-  [[gnu::always_inline]] Loss forward(Model& model, const B& batch) {
-    [[maybe_unused]] const auto cast = precision_.autocast();
-    return detail::call_objective(objective_, model, batch, context_);
+    parallelism_.run(*model_, batch, closes, context_, Stages{*this});
   }
 
   /// Stages 5 to 10: from reduced gradients to the new state.
   [[gnu::always_inline]] void update(StepResult& result) {
-    parallelism_.finish_reduction();
+    parallelism_.finish_reduction(window_);
     const at::TensorList gradients = rule_.collect(precision_);
-    const at::Tensor* divisor = window_.divisor(detail::loss_scale_of(precision_));
+    const at::Tensor* divisor = window_.divisor(detail::loss_scale_of<Precision::scales_loss>(precision_));
     if constexpr (Clipping::measures_norm) clipping_.measure(gradients);
-    const at::Tensor* found_inf =
-        verdict_.template decide<PolicySetType>(window_, nonfinite_, detail::suspects(clipping_, gradients));
+    const at::Tensor* found_inf = verdict_.template decide<PolicySetType>(
+        window_, nonfinite_, detail::suspects<Clipping::measures_norm>(clipping_, gradients));
     divisor = clipping_.clip(gradients, divisor);
     if constexpr (Clipping::measures_norm) result.grad_norm = clipping_.norm();
     if constexpr (Observers::wants_gradients) divisor = rule_.expose(divisor);
@@ -228,10 +227,8 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
     precision_.publish();
     if constexpr (Precision::scales_loss) verdict_.move_scale(window_, precision_);
     averaging_.update(found_inf);
-    if constexpr (NonFinite::selects) {
-      buffer_guard_.restore(*found_inf);
-      result.skipped = found_inf->clone();
-    }
+    if constexpr (NonFinite::selects) buffer_guard_.restore(*found_inf);
+    if (found_inf) result.skipped = found_inf->clone();
     checkpointing_.end_step();
     if constexpr (!Observers::wants_gradients) rule_.release();
 
@@ -239,16 +236,18 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
     window_.close(result);
     if (!context_.records().empty()) result.records = context_.records();
     result.index = steps_++;
-    if (result.index == 0) [[unlikely]]
-      detail::report_idle(rule_.without_gradient(), parameters_);
+    if (!idle_reported_) [[unlikely]]
+      idle_reported_ = detail::report_idle(rule_.without_gradient(), parameters_);
   }
 
   void begin_window() {
-    if (places_.moved()) [[unlikely]]
+    if (places_.moved() || (steps_ & 63) == 0) [[unlikely]]
       places_.check();
+    parameters_.release_gradients();  // those of other passes than the step's
     window_open_ = true;
+    parallelism_.begin_window();
     context_.records().restart();
-    if constexpr (Observers::wants_gradients) rule_.release(), parameters_.release_gradients();
+    if constexpr (Observers::wants_gradients) rule_.release();
     if constexpr (NonFinite::selects) buffer_guard_.save();
     checkpointing_.begin_step();
   }
@@ -258,9 +257,7 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
     const auto math = precision_.math();
     f();
   } catch (...) {
-    if constexpr (NonFinite::selects)
-      if (window_open_) buffer_guard_.restore();
-    reset_window();
+    abandon();
     places_.check();  // a parameter that moved is the likelier cause: say that instead
     throw;
   }
@@ -289,6 +286,7 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   std::int64_t steps_ = 0;
   std::int64_t epochs_ = 0;
   bool window_open_ = false;
+  bool idle_reported_ = false;
 };
 
 template <class M, class Objective, class Rule, class P = Policies<>, class Observers = observe::Set<>>

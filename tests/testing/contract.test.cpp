@@ -301,14 +301,16 @@ struct RunsHalf {
   using policy_axis = td::axis::Parallelism;
   static constexpr bool replicates = false;
   static constexpr bool slices = true;
+  static constexpr bool processes = false;
   static constexpr bool threads = false;
   static constexpr bool finds_unused = false;
   void check() const {}
   struct State : td::parallelism::SingleDevice::State {
     explicit State(const RunsHalf&) : td::parallelism::SingleDevice::State({.device = at::kCPU}) {}
-    template <class Model, class Batch, class MicroBatch>
-    void run(Model& model, const Batch& batch, bool, MicroBatch&& micro_batch) {
-      micro_batch(model, td::slice_rows(batch, 0, td::rows(batch) / 2));
+    template <class Model, class Batch, class Context, class Stages>
+    void run(Model& model, const Batch& batch, bool reduces, Context& context, const Stages& stages) {
+      td::parallelism::SingleDevice::State::run(model, td::slice_rows(batch, 0, td::rows(batch) / 2), reduces, context,
+                                                stages);
     }
   };
 };

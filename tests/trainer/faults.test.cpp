@@ -280,3 +280,196 @@ TEST_CASE("a model that was loaded after its trainer was made is refused at the 
   CHECK(net.fc->weight.equal(other.fc->weight));
   CHECK_THROWS_WITH_AS(trainer.accumulate(batches()[0]), doctest::Contains("given other memory"), td::ConfigError);
 }
+
+namespace {
+
+struct Scaled : torch::nn::Module {
+  Scaled() : fc(register_module("fc", torch::nn::Linear(4, 3))), s(register_parameter("s", torch::zeros({1}))) {}
+  torch::nn::Linear fc{nullptr};
+  at::Tensor s;
+};
+
+}  // namespace
+
+TEST_CASE("a parameter of one element that is added to the loss does not get the trainer's own seed for a gradient") {
+  const auto loss = [](Scaled& n, const td::Batch& b) {
+    return td::mean_loss(n.fc(b.data), b.target).value + n.s.squeeze();
+  };
+  const auto data = batches(16);
+  const auto run = [&](auto policies, double rate) {
+    torch::manual_seed(5);
+    Scaled net;
+    td::Trainer trainer{net, loss, td::optim::Sgd{.learning_rate = rate}, policies};
+    for (const auto& batch : data) trainer.accumulate(batch);
+    return net.s.item<double>();
+  };
+  CHECK(run(td::policies(on_cpu, td::accumulation::AccumulateOver{.batches = 4}), 0.01) ==
+        doctest::Approx(-0.04).epsilon(1e-5));
+  CHECK(run(td::policies(on_cpu), 0.01) == doctest::Approx(-0.16).epsilon(1e-5));
+  CHECK(run(td::policies(on_cpu, td::accumulation::SplitBatch{.micro_batches = 2}), 0.01) ==
+        doctest::Approx(-0.16).epsilon(1e-5));
+  Scaled net;
+  td::Trainer half{net, loss, td::optim::Sgd{.learning_rate = 0.01},
+                   td::policies(on_cpu, td::precision::Fp16{.initial_scale = 256})};
+  half.accumulate(data[0]);
+  half.accumulate(data[1]);
+  CHECK(half.precision().loss_scale().item<float>() == 256);
+}
+
+TEST_CASE("a parameter with gaps in its memory is refused") {
+  struct Sliced : torch::nn::Module {
+    Sliced() : w(register_parameter("w", torch::zeros({4, 8}).slice(1, 0, 8, 2))) {}
+    at::Tensor w;
+  };
+  Sliced net;
+  const auto loss = [](Sliced& n, const td::Batch& b) { return n.w.sum() * b.data.sum(); };
+  const auto make = [&] { td::Trainer trainer{net, loss, td::optim::Sgd{}, td::policies(on_cpu)}; };
+  CHECK_THROWS_WITH_AS(make(), doctest::Contains("parameter 'w' is a view with gaps"), td::ConfigError);
+}
+
+TEST_CASE("gradients of other backward passes are not added to a step") {
+  const auto data = batches(3);
+  const auto run = [&](bool strays) {
+    torch::manual_seed(5);
+    Net net;
+    td::Trainer trainer{net, CrossEntropy{}, td::optim::Sgd{.learning_rate = 0.1}, td::policies(on_cpu)};
+    for (const auto& batch : data) {
+      if (strays) net.forward(batch.data).square().sum().backward();
+      trainer.accumulate(batch);
+    }
+    return net.fc->weight.detach().clone();
+  };
+  CHECK(run(true).equal(run(false)));
+}
+
+TEST_CASE("a recorded parameter is the value of its step") {
+  Scaled net;
+  const auto loss = [](Scaled& n, const td::Batch& b, auto& step) {
+    step.record("s", n.s, 1);
+    step.record("detached", n.s.detach().squeeze(), 1);
+    return td::mean_loss(n.fc(b.data), b.target).value + n.s.sum() * 2;
+  };
+  td::Trainer trainer{net, loss, td::optim::Sgd{.learning_rate = 0.5}, td::policies(on_cpu)};
+  const auto done = trainer.accumulate(batches()[0]);
+  CHECK(net.s.item<float>() == -1);
+  CHECK(done->records.find("s")->sum.item<float>() == 0);
+  CHECK(done->records.find("detached")->sum.item<float>() == 0);
+}
+
+TEST_CASE("counts on the device are added up in a dtype that holds them") {
+  for (const auto dtype : {at::kBool, at::kByte, at::kBFloat16}) {
+    Net net;
+    const auto loss = [dtype](Net& n, const td::Batch& b) {
+      const auto each = torch::nn::functional::cross_entropy(
+          n.forward(b.data), b.target, torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
+      return td::Loss(each * (dtype == at::kBool ? 0.125 : 25.0), torch::full({}, dtype == at::kBool ? 1 : 200, dtype));
+    };
+    td::Trainer trainer{net, loss, td::optim::Sgd{.learning_rate = 0},
+                        td::policies(on_cpu, td::accumulation::AccumulateOver{.batches = 4})};
+    const td::Batch batch = batches()[0];
+    std::optional<td::StepResult> done;
+    for (int i = 0; i < 4; ++i) done = trainer.accumulate(batch);
+    const double want = torch::nn::functional::cross_entropy(net.forward(batch.data), batch.target).item<double>();
+    CHECK(done->loss.item<double>() == doctest::Approx(want).epsilon(1e-3));
+  }
+}
+
+TEST_CASE("rows are those of the first tensor that is there") {
+  struct Masked {
+    at::Tensor mask, x;
+  };
+  CHECK(td::rows(Masked{{}, torch::ones({5, 2})}) == 5);
+}
+
+TEST_CASE("any tensor of a model that was given other memory is noticed before long") {
+  Net net;
+  td::Trainer trainer{net, CrossEntropy{}, td::optim::AdamW{}, td::policies(on_cpu)};
+  trainer.accumulate(batches()[0]);
+  net.fc->bias.set_data(net.fc->bias.detach().clone());
+  const auto go_on = [&] {
+    for (int i = 0; i < 65; ++i) trainer.accumulate(batches()[0]);
+  };
+  CHECK_THROWS_WITH_AS(go_on(), doctest::Contains("parameter 'fc.bias' was given other memory"), td::ConfigError);
+}
+
+TEST_CASE("buffers that share memory stay together under Skip") {
+  struct Shared : torch::nn::Module {
+    Shared()
+        : fc(register_module("fc", torch::nn::Linear(4, 3))),
+          stats(register_buffer("stats", torch::zeros({4}))),
+          head(register_buffer("head", stats.narrow(0, 0, 2))) {}
+    torch::nn::Linear fc{nullptr};
+    at::Tensor stats, head;
+  };
+  Shared net;
+  const auto loss = [](Shared& n, const td::Batch& b) {
+    n.stats.add_(1);
+    return td::mean_loss(n.fc(b.data), b.target);
+  };
+  td::Trainer trainer{net, loss, td::optim::Sgd{}, td::policies(on_cpu, td::nonfinite::Skip{})};
+  trainer.accumulate(batches()[0]);
+  CHECK(net.head.equal(torch::ones({2})));
+  auto bad = batches()[0];
+  bad.data[0][0] = std::nan("");
+  trainer.accumulate(bad);
+  CHECK(net.head.equal(torch::ones({2})));
+  CHECK(net.stats.equal(torch::ones({4})));
+}
+
+TEST_CASE("an update that throws is not counted as a step") {
+  struct Changing : torch::nn::Module {
+    Changing() : table(register_parameter("table", torch::randn({5, 3}))) {}
+    at::Tensor table;
+    bool sparse = false;
+  };
+  Changing net;
+  const auto loss = [](Changing& n, const td::Batch& b) {
+    return td::mean_loss(torch::embedding(n.table, b.data, -1, false, n.sparse), b.target);
+  };
+  td::Trainer trainer{net, loss, td::optim::AdamW{}, td::policies(on_cpu)};
+  const td::Batch batch{torch::randint(0, 5, {6}), torch::randint(0, 3, {6})};
+  trainer.accumulate(batch);
+  net.sparse = true;
+  CHECK_THROWS_WITH_AS(trainer.accumulate(batch), doctest::Contains("'table' has a sparse gradient"), td::ConfigError);
+  double steps = 0;
+  trainer.rule().for_each_state([&](const auto& name, at::Tensor& tensor) {
+    if (std::string(name) == "step/table") steps = tensor.item<double>();
+  });
+  CHECK(steps == 1);
+}
+
+TEST_CASE("a long window's loss keeps its digits in bfloat16") {
+  Net net;
+  const auto loss = [](Net& n, const td::Batch& b) { return td::mean_loss(n.forward(b.data), b.target); };
+  td::Trainer trainer{
+      net, loss, td::optim::Sgd{.learning_rate = 0},
+      td::policies(on_cpu, td::precision::Bf16Weights{}, td::accumulation::AccumulateOver{.batches = 512})};
+  const td::Batch batch = batches()[0];
+  std::optional<td::StepResult> done;
+  for (int i = 0; i < 512; ++i) done = trainer.accumulate(batch);
+  const double want = trainer.evaluate(std::vector<td::Batch>{batch})["loss"];
+  CHECK(done->loss.item<double>() == doctest::Approx(want).epsilon(1e-4));
+}
+
+TEST_CASE("a loader that throws leaves no open window, and its batches no trace in the buffers") {
+  NormNet net;
+  const auto loss = [](NormNet& n, const td::Batch& b) { return td::mean_loss(n.forward(b.data), b.target); };
+  td::Trainer trainer{net, loss, td::optim::Sgd{.learning_rate = 0.1},
+                      td::policies(on_cpu, td::nonfinite::Skip{}, td::accumulation::AccumulateOver{.batches = 4})};
+  auto data = batches(3);
+  data[2].target = data[2].target.narrow(0, 0, 5);  // fewer than its data
+  const auto mean = net.norm->running_mean.clone();
+  CHECK_THROWS_AS(trainer.fit(data, {.epochs = 1}), td::DataError);
+  CHECK(mean.equal(net.norm->running_mean));
+  CHECK_FALSE(trainer.flush());
+}
+
+TEST_CASE("an epoch that makes no step is refused instead of gone through for ever") {
+  Net net;
+  td::Trainer trainer{
+      net, CrossEntropy{}, td::optim::AdamW{},
+      td::policies(on_cpu, td::accumulation::AccumulateOver{.batches = 8, .tail = td::accumulation::Tail::Drop})};
+  const auto data = batches(5);
+  CHECK_THROWS_WITH_AS(trainer.fit(data, {.epochs = 0, .max_steps = 100}), doctest::Contains("makes no step"),
+                       td::DataError);
+}

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -23,6 +24,7 @@
 #include "treadle/nonfinite/concept.hpp"
 #include "treadle/observe/concept.hpp"
 #include "treadle/optim/concept.hpp"
+#include "treadle/optim/parameter_group.hpp"
 #include "treadle/parallelism/concept.hpp"
 #include "treadle/policies.hpp"
 #include "treadle/precision/concept.hpp"
@@ -107,6 +109,12 @@ void prepare(const Policies& policies, const Rule& rule, const TrainerOptions& o
   if (options.determinism) apply(*options.determinism);
 }
 
+/// Throws `ConfigError` for parameter groups that match nothing, before anything is done to the parameters.
+template <class Rule>
+void check_groups(const Rule& rule, const ParameterList& parameters) {
+  if constexpr (requires { rule.groups; }) optim::assign_groups(rule.groups, parameters);
+}
+
 /// Whether a loss is what losses are: an fp32 scalar with a gradient.
 inline bool is_plain_loss(const at::Tensor& value) {
   return value.defined() && value.dim() == 0 && value.scalar_type() == at::kFloat && value.requires_grad();
@@ -160,15 +168,19 @@ consteval void check_batch() {
                 "take the step context as its third parameter (auto& step) and call step.checkpoint(block, x).");
 }
 
-/// Once, after the first step: parameters that got no gradient are most often forgotten ones.
-inline void report_idle(const std::vector<std::string>& names, const ParameterList& parameters) {
-  if (names.empty()) return;
+/// After the first step that had gradients: parameters that got none are most often forgotten ones. Whether it was one.
+inline bool report_idle(const std::vector<std::string>& names, const ParameterList& parameters) {
+  const auto trained =
+      std::ranges::count_if(parameters, [](const auto& parameter) { return parameter.model.requires_grad(); });
+  if (names.size() == static_cast<std::size_t>(trained)) return false;
+  if (names.empty()) return true;
   std::string list;
   for (std::size_t i = 0; i < names.size() && i < 5; ++i) list += (i ? ", '" : "'") + names[i] + "'";
   if (names.size() > 5) list += " and " + std::to_string(names.size() - 5) + " more";
   warn("treadle::Trainer: in the first step " + std::to_string(names.size()) + " of " +
        std::to_string(parameters.size()) + " parameters got no gradient (" + list +
        "); they are left as they are until they get one. Freeze them with requires_grad_(false) if that is meant.");
+  return true;
 }
 
 }  // namespace detail

@@ -56,10 +56,13 @@ class Stop::State {
     }
     auto bad = at::isfinite(at::stack(window.losses())).logical_not();
     auto bad_loss = bad.any().to(at::kFloat);
+    auto first = at::argmax(bad.to(at::kInt)).masked_fill(bad_loss.eq(0), -1);
+    const auto elsewhere = window.bad_ranks();
+    many_ranks_ = elsewhere.defined();
+    if (many_ranks_) bad_loss = at::maximum(bad_loss, elsewhere.gt(0).to(at::kFloat));
     auto fatal = loss_scale ? bad_loss : at::maximum(bad_loss, found_inf);
     if (!loss_scale && window.counts_on_device())  // a window that counted nothing is skipped, and nothing is wrong
       fatal = at::where(window.total_count().le(0), bad_loss, fatal);
-    auto first = at::argmax(bad.to(at::kInt)).masked_fill(bad_loss.eq(0), -1);
     auto before = stopped_.ne(0);
     micro_batch_.copy_(at::where(before, micro_batch_, first));
     stopped_.copy_(at::maximum(stopped_, fatal));
@@ -76,6 +79,7 @@ class Stop::State {
     const auto micro_batch = micro_batch_.item<std::int64_t>();  // sync: training is over
     throw NonFiniteError("nonfinite::Stop: step " + std::to_string(step) +
                              (micro_batch >= 0 ? " has a non-finite loss in micro-batch " + std::to_string(micro_batch)
+                              : many_ranks_    ? " has a non-finite gradient, or another rank a non-finite loss"
                                                : std::string(" has a non-finite gradient")) +
                              "; the weights are those from before it. Look at that batch, lower the learning rate, or "
                              "use nonfinite::Skip to go on without such steps.",
@@ -94,6 +98,7 @@ class Stop::State {
   at::Tensor stopped_;
   at::Tensor step_;
   at::Tensor micro_batch_;
+  bool many_ranks_ = false;
 };
 
 }  // namespace nonfinite

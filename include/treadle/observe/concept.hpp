@@ -108,10 +108,16 @@ concept asks_for_gradients = requires {
   requires T::wants_gradients;
 };
 
+template <class T>
+concept asks_for_every_rank = requires {
+  requires std::remove_reference_t<T>::every_rank;
+};
+
 }  // namespace detail
 
 /// A fixed set of observers, called in order after what they observe.
 ///
+/// Of several ranks only rank 0 calls them, unless an observer has a member `static constexpr bool every_rank = true`.
 /// A hook that returns bool stops `fit` with false. With a member `static constexpr bool wants_gradients = true` an
 /// observer finds true (unscaled, averaged, with `ClipValue` already clamped) gradients in its `on_step`.
 template <class... Observers>
@@ -126,40 +132,40 @@ class Set {
   explicit Set(Observers... observers) requires(sizeof...(Observers) > 0) : observers_(std::move(observers)...) {}
 
   /// Each returns false if an observer asks `fit` to stop.
-  bool on_fit_begin(const RunInfo& info) {
-    return each([&](auto& o) {
+  bool on_fit_begin(const RunInfo& info, int rank = 0) {
+    return each(rank, [&](auto& o) {
       if constexpr (requires { o.on_fit_begin(info); })
         return go_on([&] { return o.on_fit_begin(info); });
       else
         return true;
     });
   }
-  bool on_step(const StepEvent& event) {
-    return each([&](auto& o) {
+  bool on_step(const StepEvent& event, int rank = 0) {
+    return each(rank, [&](auto& o) {
       if constexpr (requires { o.on_step(event); })
         return go_on([&] { return o.on_step(event); });
       else
         return true;
     });
   }
-  bool on_log(const LogEvent& event) {
-    return each([&](auto& o) {
+  bool on_log(const LogEvent& event, int rank = 0) {
+    return each(rank, [&](auto& o) {
       if constexpr (requires { o.on_log(event); })
         return go_on([&] { return o.on_log(event); });
       else
         return true;
     });
   }
-  bool on_epoch(const EpochEvent& event) {
-    return each([&](auto& o) {
+  bool on_epoch(const EpochEvent& event, int rank = 0) {
+    return each(rank, [&](auto& o) {
       if constexpr (requires { o.on_epoch(event); })
         return go_on([&] { return o.on_epoch(event); });
       else
         return true;
     });
   }
-  bool on_fit_end(const FitResult& result) {
-    return each([&](auto& o) {
+  bool on_fit_end(const FitResult& result, int rank = 0) {
+    return each(rank, [&](auto& o) {
       if constexpr (requires { o.on_fit_end(result); })
         return go_on([&] { return o.on_fit_end(result); });
       else
@@ -184,9 +190,10 @@ class Set {
     }
   }
   template <class F>
-  bool each(F&& f) {
+  bool each(int rank, F&& f) {
     bool go_on = true;  // every observer is told, whatever the one before said
-    std::apply([&](auto&... o) { ((go_on = f(o) && go_on), ...); }, observers_);
+    const auto tell = [&](auto& o) { return (rank != 0 && !detail::asks_for_every_rank<decltype(o)>) || f(o); };
+    std::apply([&](auto&... o) { ((go_on = tell(o) && go_on), ...); }, observers_);
     return go_on;
   }
 

@@ -10,6 +10,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -43,10 +44,26 @@ class Totals {
       if (entry.count > 0) metrics.set(entry.name, entry.sum / entry.count);
     return metrics;
   }
-  double count(std::string_view name) const {
-    for (const auto& entry : entries_)
-      if (entry.name == name) return entry.count;
-    return 0;
+
+  /// As bytes for another process of the same program, and back.
+  std::string pack() const {
+    std::string bytes;
+    for (const auto& entry : entries_) {
+      const double numbers[] = {static_cast<double>(entry.name.size()), entry.sum, entry.count};
+      bytes.append(reinterpret_cast<const char*>(numbers), sizeof numbers).append(entry.name);
+    }
+    return bytes;
+  }
+  static Totals unpack(std::string_view bytes) {
+    Totals totals;
+    while (!bytes.empty()) {
+      double numbers[3];
+      std::memcpy(numbers, bytes.data(), sizeof numbers);
+      const auto length = static_cast<std::size_t>(numbers[0]);
+      totals.add(bytes.substr(sizeof numbers, length), numbers[1], numbers[2]);
+      bytes.remove_prefix(sizeof numbers + length);
+    }
+    return totals;
   }
 
  private:

@@ -78,7 +78,11 @@ class FusedState {
         cohort.step.add_(*applied);
       else
         cohort.step.add_(1);
-      rule_.update(cohort, at::TensorList(gradients_.data() + cohort.begin, cohort.size), grad_scale, skip);
+      try {
+        rule_.update(cohort, at::TensorList(gradients_.data() + cohort.begin, cohort.size), grad_scale, skip);
+      } catch (...) {
+        refuse_update(cohort, applied);
+      }
     }
     rates_.advance(applied);
   }
@@ -144,6 +148,18 @@ class FusedState {
         return give_back();
     return true;
   }
+  [[noreturn, gnu::cold]] void refuse_update(Cohort& cohort, const at::Tensor* applied) {
+    applied ? cohort.step.sub_(*applied) : cohort.step.sub_(1);  // it was no step
+    for (std::size_t i = cohort.begin; i < cohort.begin + cohort.size; ++i)
+      for (const auto& parameter : *parameters_)
+        if (gradients_[i].is_sparse() && &parameter.model == sources_[i]) refuse_sparse(parameter.name);
+    throw;
+  }
+  [[noreturn]] static void refuse_sparse(const std::string& name) {
+    throw ConfigError("treadle::optim: parameter '" + name +
+                      "' has a sparse gradient, which the fused rules do not take; build the embedding with "
+                      "sparse(false), or use the torch::optim adapter.");
+  }
   bool give_back() {
     for (std::size_t i = 0; i < gradients_.size() && gradients_[i].defined(); ++i)
       sources_[i]->mutable_grad() = std::move(gradients_[i]);
@@ -185,10 +201,7 @@ class FusedState {
   void make_state(std::size_t i) {
     auto& slot = slots_[i];
     const auto& parameter = (*parameters_)[i];
-    if (parameter.model.grad().is_sparse())
-      throw ConfigError("treadle::optim: parameter '" + parameter.name +
-                        "' has a sparse gradient, which the fused rules do not take; build the embedding with "
-                        "sparse(false), or use the torch::optim adapter.");
+    if (parameter.model.grad().is_sparse()) refuse_sparse(parameter.name);
     std::vector<at::Tensor> state;
     for (std::size_t k = 0; k < rule_.state_count(); ++k) state.push_back(at::zeros_like(parameter.master));
     slot.step = at::zeros({}, at::device(parameter.master.device()).dtype(at::kFloat));

@@ -8,22 +8,40 @@
 
 #include "treadle/axis.hpp"
 #include "treadle/batch.hpp"
+#include "treadle/loss.hpp"
 #include "treadle/runtime/parameters.hpp"
+#include "treadle/runtime/window.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
 
+namespace detail {
+/// The calls of a trainer's stages, for the concept alone.
+struct StagesArchetype {
+  template <class Model, class B, class Context>
+  Loss forward(Model&, const B&, Context&) const;
+  template <class B>
+  Weight weigh(const Loss&, const B&) const;
+  void skip() const;
+  at::Tensor share() const;
+  void backward(const at::Tensor&, Weight) const;
+};
+}  // namespace detail
+
 /// A parallelism policy: option values, facts, `check()`, and a `State` that knows the devices.
 ///
-/// What the compiler cannot check: `run()` holds any sync guard over forward *and* backward and reduces only when
-/// asked; after `finish_reduction()` every rank holds the mean over ranks of the gradients; `agree()` returns rank 0's
-/// value on every rank.
+/// `run` calls, for a micro-batch or each of its shards, `forward`, then `skip` if that counts nothing, else `weigh`
+/// and `backward`. What the compiler cannot check: `run()` holds any sync guard over forward *and* backward and reduces
+/// only when asked; after `finish_reduction()` every rank holds the mean over ranks of the gradients and the window the
+/// sum of all shares; `agree()` returns the same number on every rank; a rank that counts nothing takes part in every
+/// reduction.
 template <class P>
 concept parallelism_policy = policy_of<P, axis::Parallelism> &&
     requires(const P policy, typename P::State state, int& model, const Batch& batch, ParameterList& parameters,
-             BufferList& buffers) {
+             BufferList& buffers, detail::Window<true>& window, const detail::StagesArchetype& stages) {
   { P::replicates } -> std::convertible_to<bool>;    // more than one copy of the model?
   { P::slices } -> std::convertible_to<bool>;        // does it need slice_rows?
+  { P::processes } -> std::convertible_to<bool>;     // one of several processes? then State has gather(bytes) as well
   { P::threads } -> std::convertible_to<bool>;       // one process, a thread a device?
   { P::finds_unused } -> std::convertible_to<bool>;  // does the set of used parameters vary?
   policy.check();
@@ -32,9 +50,13 @@ concept parallelism_policy = policy_of<P, axis::Parallelism> &&
   { state.rank() } -> std::integral;
   { state.world_size() } -> std::integral;
   state.prepare(model, parameters, buffers);
+  state.begin_window();
   { state.agree(1.0) } -> std::convertible_to<double>;
-  state.run(model, batch, true, [](int&, const Batch&) {});
-  state.finish_reduction();
+  state.run(model, batch, true, model, stages);
+  state.finish_reduction(window);
+  state.reset();
+  state.report();
+  state.abandon(stages);
 };
 
 }  // namespace v0_1

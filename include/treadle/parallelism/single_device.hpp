@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "treadle/axis.hpp"
+#include "treadle/loss.hpp"
 #include "treadle/runtime/device.hpp"
 
 namespace treadle {
@@ -21,6 +22,7 @@ struct SingleDevice {
   using policy_axis = axis::Parallelism;
   static constexpr bool replicates = false;
   static constexpr bool slices = false;
+  static constexpr bool processes = false;
   static constexpr bool threads = false;
   static constexpr bool finds_unused = false;
 
@@ -39,15 +41,30 @@ struct SingleDevice {
     /// After the model is moved and its weights converted, before any rule state exists.
     template <class Model, class Parameters, class Buffers>
     void prepare(Model&, Parameters&, Buffers&) {}
-    /// The number that all ranks use: rank 0's.
+    /// The number that all ranks use: the largest of theirs.
     double agree(double value) const { return value; }
-    /// Runs `micro_batch(model, batch)`; a parallel policy holds its sync guard over it and reduces if `reduces`.
-    template <class Model, class Batch, class MicroBatch>
-    [[gnu::always_inline]] void run(Model& model, const Batch& batch, bool /*reduces*/, MicroBatch&& micro_batch) {
-      std::forward<MicroBatch>(micro_batch)(model, batch);
+    /// Before a window's first micro-batch.
+    void begin_window() const {}
+    /// Runs the stages of a micro-batch; a parallel policy holds its sync guard over them and reduces if `reduces`.
+    template <class Model, class Batch, class Context, class Stages>
+    [[gnu::always_inline]] void run(Model& model, const Batch& batch, bool /*reduces*/, Context& context,
+                                    const Stages& stages) const {
+      const Loss loss = stages.forward(model, batch, context);
+      if (loss.counts_nothing()) [[unlikely]]
+        return stages.skip();
+      stages.backward(loss.value, stages.weigh(loss, batch));
     }
-    /// Called once a step after its last micro-batch: gradients are reduced when it returns.
-    void finish_reduction() const {}
+    /// Once a step after its last micro-batch: when it returns, gradients are reduced and `window` has all ranks'
+    /// totals.
+    template <class Window>
+    void finish_reduction(Window&) const {}
+    /// Drops what an open window has begun.
+    void reset() const {}
+    /// At a log point: throws if another rank has failed.
+    void report() const {}
+    /// After a throw: tells the other ranks, before `reset`.
+    template <class Stages>
+    void abandon(const Stages&) const {}
 
    private:
     at::Device device_;

@@ -8,7 +8,9 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <map>
+#include <set>
 #include <vector>
 
 #include "treadle/runtime/parameters.hpp"
@@ -28,7 +30,12 @@ class BufferGuard {
     for (const auto& buffer : buffers)
       if (buffer.tensor.layout() == at::kStrided && buffer.tensor.numel() > 0)
         by_dtype[buffer.tensor.scalar_type()].push_back(buffer.tensor);
-    for (auto& [dtype, tensors] : by_dtype) pool(tensors);
+    for (auto& [dtype, tensors] : by_dtype) {
+      if (!pooled(tensors) && share_memory(tensors))
+        for (const auto& tensor : tensors) guard(tensor);  // moving them would part what belongs together
+      else
+        pool(tensors);
+    }
   }
 
   void save() {
@@ -53,8 +60,16 @@ class BufferGuard {
     for (const auto& tensor : tensors) total += room_for(tensor);
     auto flat = pooled(tensors) ? at::empty({0}, tensors.front().options()).set_(tensors.front().storage(), 0, {total})
                                 : gathered(tensors, total);
-    live_.push_back(flat);
-    saved_.push_back(at::empty_like(flat));
+    guard(flat);
+  }
+  void guard(const at::Tensor& tensor) {
+    live_.push_back(tensor);
+    saved_.push_back(at::empty_like(tensor));
+  }
+  static bool share_memory(const std::vector<at::Tensor>& tensors) {
+    std::set<const void*> storages;
+    return std::ranges::any_of(
+        tensors, [&](const auto& tensor) { return !storages.insert(tensor.storage().unsafeGetStorageImpl()).second; });
   }
   // Another trainer of the same model may have done it: moving the buffers again would take them away from it.
   static bool pooled(const std::vector<at::Tensor>& tensors) {

@@ -15,9 +15,13 @@
 namespace treadle {
 inline namespace v0_1 {
 
-/// Whether this LibTorch sees a CUDA device.
+/// How many CUDA devices this LibTorch sees.
+inline int cuda_device_count() {
+  return at::globalContext().hasCUDA() ? at::detail::getCUDAHooks().deviceCount() : 0;
+}
+/// Whether it sees one.
 inline bool cuda_available() {
-  return at::globalContext().hasCUDA() && at::detail::getCUDAHooks().deviceCount() > 0;
+  return cuda_device_count() > 0;
 }
 
 /// The device that was asked for, with its index filled in, or the first CUDA device if there is one, else the CPU.
@@ -26,7 +30,7 @@ inline at::Device resolve_device(const std::optional<at::Device>& wanted) {
   if (!wanted) return cuda_available() ? at::Device(at::kCUDA, 0) : at::Device(at::kCPU);
   if (wanted->is_cuda()) {
     const int index = wanted->has_index() ? wanted->index() : 0;
-    const int count = cuda_available() ? at::detail::getCUDAHooks().deviceCount() : 0;
+    const int count = cuda_device_count();
     if (index >= count)
       throw ConfigError("treadle: device cuda:" + std::to_string(index) + " was asked for, but LibTorch sees " +
                         std::to_string(count) +

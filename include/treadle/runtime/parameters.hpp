@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -46,9 +47,14 @@ class ParameterList {
   Parameter& operator[](std::size_t i) { return parameters_[i]; }
   const Parameter& operator[](std::size_t i) const { return parameters_[i]; }
 
+  bool any_of_one_element() const {
+    return std::ranges::any_of(parameters_, [](const auto& parameter) { return parameter.model.numel() == 1; });
+  }
   /// Releases every gradient, so that the next backward pass writes instead of adding.
-  void release_gradients() const {
-    for (const auto& parameter : parameters_) parameter.model.mutable_grad().reset();
+  [[gnu::always_inline]] void release_gradients() const {
+    for (const auto& parameter : parameters_)
+      if (at::Tensor& gradient = parameter.model.mutable_grad(); gradient.defined()) [[unlikely]]
+        gradient.reset();
   }
 
  private:

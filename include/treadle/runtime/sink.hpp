@@ -54,6 +54,8 @@ class ConsoleSink {
 struct SinkSlot {
   std::recursive_mutex mutex;  // recursive: a sink may call say() for the sink that it wraps
   std::shared_ptr<Sink> sink = std::make_shared<Sink>(ConsoleSink{});
+  bool replaced = false;  // by the program
+  bool speaks = true;     // of several ranks only one writes to the console
 };
 
 inline SinkSlot& sink_slot() {
@@ -65,16 +67,25 @@ inline SinkSlot& sink_slot() {
 
 /// Replaces the sink and returns the one before it; an empty function brings the console back.
 inline Sink set_sink(Sink sink) {
-  if (!sink) sink = detail::ConsoleSink{};
   auto& slot = detail::sink_slot();
   const std::scoped_lock lock(slot.mutex);
+  slot.replaced = static_cast<bool>(sink);
+  if (!sink) sink = detail::ConsoleSink{};
   return *std::exchange(slot.sink, std::make_shared<Sink>(std::move(sink)));
+}
+
+/// Whether this process is the one that writes to the console, as rank 0 is; a sink of the program's own hears all.
+inline void set_speaker(bool speaks) {
+  auto& slot = detail::sink_slot();
+  const std::scoped_lock lock(slot.mutex);
+  slot.speaks = speaks;
 }
 
 /// Gives `text` to the sink.
 inline void write_text(Severity severity, std::string_view text) {
   auto& slot = detail::sink_slot();
   const std::scoped_lock lock(slot.mutex);
+  if (!slot.speaks && !slot.replaced) return;
   const auto sink = slot.sink;  // stays alive if the call replaces the sink
   (*sink)(severity, text);
 }

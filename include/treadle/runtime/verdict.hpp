@@ -100,18 +100,18 @@ class Verdict {
 };
 
 /// What to look at for inf and NaN: the norm, where clipping has measured it, else every gradient.
-template <class ClippingState>
+template <bool Measured, class ClippingState>
 at::TensorList suspects(const ClippingState& clipping, at::TensorList gradients) {
-  if constexpr (requires { clipping.measured(); })
+  if constexpr (Measured)
     return clipping.measured();
   else
     return gradients;
 }
 
-/// The device's loss scale, or null where the precision has none.
-template <class PrecisionState>
+/// The device's loss scale, or null where the precision `Scales` none.
+template <bool Scales, class PrecisionState>
 const at::Tensor* loss_scale_of(const PrecisionState& precision) {
-  if constexpr (requires { precision.loss_scale(); })
+  if constexpr (Scales)
     return &precision.loss_scale();
   else
     return nullptr;

@@ -27,7 +27,9 @@ float judged(typename P::State& state, double value, float found_inf, bool loss_
   window.keep_losses(P::inspects_losses);
   const auto options = at::TensorOptions().device(device).dtype(at::kFloat);
   for (int i = 0; i < 3; ++i)
-    window.add(Loss::mean(at::full({}, i == 1 ? value : 1.0, options), 2), 2, [](double count) { return count; });
+    window.add(
+        Loss::mean(at::full({}, i == 1 ? value : 1.0, options), 2), [] { return 2; },
+        [](double count) { return count; });
   treadle::detail::Verdict verdict(device);
   verdict.found_inf().fill_(found_inf);
   const void* place = verdict.found_inf().const_data_ptr();

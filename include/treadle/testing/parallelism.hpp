@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/zeros.h>
 
 #include <cstdint>
 #include <mutex>
@@ -15,6 +16,31 @@
 namespace treadle {
 inline namespace v0_1 {
 namespace testing {
+
+namespace detail {
+/// Notes the rows that it is given.
+struct StagesProbe {
+  std::mutex& mutex;
+  std::multiset<std::int64_t>& seen;
+  std::size_t& forwards;
+  std::size_t& backwards;
+
+  template <class Context>
+  Loss forward(int&, const Batch& part, Context&) const {
+    const std::lock_guard lock(mutex);
+    for (std::int64_t i = 0; i < part.data.size(0); ++i) seen.insert(part.data[i].item<std::int64_t>());
+    ++forwards;
+    return Loss::mean(part.data.to(at::kFloat).mean(), part.data.size(0));
+  }
+  treadle::detail::Weight weigh(const Loss&, const Batch&) const { return {1.0, true}; }
+  void skip() const {}
+  at::Tensor share() const { return at::zeros({3}, at::kDouble); }
+  void backward(const at::Tensor&, treadle::detail::Weight) const {
+    const std::lock_guard lock(mutex);
+    ++backwards;
+  }
+};
+}  // namespace detail
 
 /// Checks at run time what `parallelism_policy` promises and can be seen on one rank with a model that has no
 /// parameters of its own; one sentence a broken promise. Whether gradients are reduced shows only in a real run.
@@ -31,19 +57,21 @@ Violations check_parallelism_contract(const P& policy = {}) {
   auto buffers = detail::probe_buffers(device);
   int model = 0;
   state.prepare(model, parameters, buffers);
-  if (state.rank() == 0) report.require(state.agree(2.5) == 2.5, "agree() must return rank 0's value.");
+  report.require(state.agree(2.5) == 2.5, "agree() must return the number that all ranks gave.");
   for (const bool reduces : {false, true}) {
     const auto numbers = at::arange(0, 6, at::TensorOptions().device(device).dtype(at::kLong));
     std::mutex mutex;  // a policy may run its replicas in threads
+    std::size_t forward = 0;
     std::multiset<std::int64_t> seen;
-    state.run(model, Batch{numbers, numbers}, reduces, [&](int&, const Batch& part) {
-      const std::lock_guard lock(mutex);
-      for (std::int64_t i = 0; i < part.data.size(0); ++i) seen.insert(part.data[i].template item<std::int64_t>());
-    });
+    std::size_t backward = 0;
+    state.begin_window();
+    state.run(model, Batch{numbers, numbers}, reduces, model, detail::StagesProbe{mutex, seen, forward, backward});
     report.require(seen == std::multiset<std::int64_t>{0, 1, 2, 3, 4, 5},
                    "run() must pass on each row of its batch exactly once.");
+    report.require(forward == backward, "run() must call backward() once for each forward() that counts something.");
   }
-  report.require_no_throw([&] { state.finish_reduction(); }, "finish_reduction() must end a step");
+  treadle::detail::Window<true> window(device);
+  report.require_no_throw([&] { state.finish_reduction(window); }, "finish_reduction() must end a step");
   return report.take();
 }
 

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Whether all ranks hold the same model.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+
+#include <exception>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "treadle/distributed/process_group.hpp"
+#include "treadle/error.hpp"
+#include "treadle/runtime/parameters.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+namespace detail {
+
+/// One line a tensor: name, dtype, sizes, whether it is trained.
+inline std::string list_shapes(const ParameterList& parameters, const BufferList& buffers) {
+  std::ostringstream text;
+  for (const auto& p : parameters)
+    text << "parameter '" << p.name << "': " << p.model.scalar_type() << ' ' << p.model.sizes()
+         << (p.model.requires_grad() ? "" : ", frozen") << '\n';
+  for (const auto& b : buffers)
+    text << "buffer '" << b.name << "': " << b.tensor.scalar_type() << ' ' << b.tensor.sizes() << '\n';
+  return text.str();
+}
+
+/// Throws `ConfigError`, on every rank, naming the first tensor in which a rank's model differs from rank 0's.
+inline void require_same_shapes(ProcessGroup& group, const ParameterList& parameters, const BufferList& buffers) {
+  const auto all = group.gather(list_shapes(parameters, buffers));
+  for (std::size_t r = 1; r < all.size(); ++r) {
+    if (all[r] == all[0]) continue;
+    std::istringstream first(all[0]);
+    std::istringstream other(all[r]);
+    std::string want;
+    std::string got;
+    while (std::getline(first, want) && std::getline(other, got) && want == got) {
+    }
+    if (want == got) got = "nothing more";
+    throw ConfigError("parallelism::DistributedDataParallel: rank 0 has " + want + " where rank " + std::to_string(r) +
+                      " has " + got + "; build the same model on all ranks.");
+  }
+}
+
+/// Throws `DistributedError` if after the broadcast the ranks' tensors are not the same numbers.
+inline void require_identical(ProcessGroup& group, const std::vector<at::Tensor>& tensors) {
+  if (group.world_size() == 1 || tensors.empty()) return;
+  std::vector<at::Tensor> sums;
+  for (const auto& tensor : tensors)
+    sums.push_back(tensor.numel() == 0 ? at::zeros({}, at::kDouble) : tensor.to(at::kDouble).sum().cpu());
+  const auto mine = at::stack(sums).contiguous();
+  const std::string bytes(static_cast<const char*>(mine.const_data_ptr()), mine.nbytes());
+  for (const auto& other : group.gather(bytes))
+    if (other != bytes)  // NaN has the same bits everywhere
+      throw DistributedError(
+          "parallelism::DistributedDataParallel: the ranks' models differ after rank 0's was broadcast; something else "
+          "writes to the parameters while the trainer is made.");
+}
+
+/// The text of the exception that is being handled, on one line.
+inline std::string current_error() {
+  try {
+    throw;
+  } catch (const c10::Error& error) {
+    return ProcessGroup::first_line(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return ProcessGroup::first_line(error.what());
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
+}  // namespace detail
+}  // namespace v0_1
+}  // namespace treadle

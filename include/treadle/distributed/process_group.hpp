@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+// The ranks of a job as one group: collectives on CPU tensors go over Gloo, those on CUDA tensors over NCCL.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "treadle/distributed/gloo.hpp"
+#include "treadle/distributed/nccl.hpp"
+#include "treadle/error.hpp"
+#include "treadle/runtime/store.hpp"
+#include "treadle/runtime/world.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+
+/// The ranks of a job, with the collectives that a training loop needs; all ranks call them in the same order.
+///
+/// A collective that fails throws `DistributedError`, which names the first rank that reported a failure, if one did.
+class ProcessGroup {
+ public:
+  using Work = c10::intrusive_ptr<c10d::Work>;
+
+  /// Meets the other ranks of `world`. `timeout` is the longest wait for each collective until `set_timeout`.
+  ProcessGroup(World world, at::Device device, std::chrono::milliseconds timeout)
+      : world_(std::move(world)),
+        store_(connect(world_, timeout)),
+        group_(c10::make_intrusive<c10d::ProcessGroup>(prefixed("group"), world_.rank, world_.world_size)) {
+    using Type = c10d::ProcessGroup::BackendType;
+    guarded("the start", [&] {
+      const auto gloo = detail::make_gloo(prefixed("gloo"), world_.rank, world_.world_size, timeout);
+      group_->setBackend(c10::DeviceType::CPU, Type::GLOO, gloo);
+      group_->setDefaultBackend(Type::GLOO);
+      if (device.is_cuda()) {
+        const auto nccl = detail::make_nccl(prefixed("nccl"), world_.rank, world_.world_size, device, timeout);
+        group_->setBackend(c10::DeviceType::CUDA, Type::NCCL, nccl);
+        group_->setDefaultBackend(Type::NCCL);
+        nccl_ = nccl;
+      }
+    });
+  }
+  ProcessGroup(const ProcessGroup&) = delete;
+  ProcessGroup& operator=(const ProcessGroup&) = delete;
+  ~ProcessGroup() {
+    try {
+      if (nccl_) lost_ ? nccl_->abort() : nccl_->shutdown();
+    } catch (const std::exception&) {  // a lost communicator cannot be ended properly
+    }
+  }
+
+  const World& world() const { return world_; }
+  int rank() const { return world_.rank; }
+  int world_size() const { return world_.world_size; }
+  /// LibTorch's own object, for collectives that are not here.
+  const c10::intrusive_ptr<c10d::ProcessGroup>& c10d() const { return group_; }
+  void set_timeout(std::chrono::milliseconds timeout) { group_->setTimeout(timeout); }
+  /// Whether a collective has failed, after which the ranks can no longer meet.
+  bool lost() const { return lost_; }
+
+  /// Begins to add `tensor` up over all ranks, in place.
+  Work start_sum(at::Tensor& tensor) {
+    return guarded("an all-reduce", [&] {
+      std::vector<at::Tensor> tensors{tensor};
+      return group_->allreduce(tensors);
+    });
+  }
+  /// Waits for a collective; on CUDA only the current stream does.
+  void wait(const Work& work) {
+    guarded("an all-reduce", [&] { work->wait(); });
+  }
+  void sum(at::Tensor& tensor) { wait(start_sum(tensor)); }
+  /// The largest of all ranks' numbers, over the host.
+  double max(double value) {
+    if (world_.world_size == 1) return value;
+    auto tensor = at::full({1}, value, at::kDouble);
+    return guarded("an agreement", [&] {
+      std::vector<at::Tensor> tensors{tensor};
+      c10d::AllreduceOptions options;
+      options.reduceOp = c10d::ReduceOp::MAX;
+      group_->allreduce(tensors, options)->wait();
+      return *tensor.const_data_ptr<double>();
+    });
+  }
+  /// Every rank's bytes, by rank, over the host.
+  std::vector<std::string> gather(const std::string& mine) {
+    if (world_.world_size == 1) return {mine};
+    const auto longest = static_cast<std::int64_t>(max(static_cast<double>(mine.size())));
+    constexpr std::int64_t head = sizeof(std::int64_t);
+    auto packed = at::zeros({head + longest}, at::kByte);
+    const auto length = static_cast<std::int64_t>(mine.size());
+    std::memcpy(packed.mutable_data_ptr<std::uint8_t>(), &length, sizeof length);
+    std::memcpy(packed.mutable_data_ptr<std::uint8_t>() + head, mine.data(), mine.size());
+    std::vector<std::vector<at::Tensor>> all(1);
+    for (int r = 0; r < world_.world_size; ++r) all[0].push_back(at::empty_like(packed));
+    guarded("a gathering", [&] {
+      std::vector<at::Tensor> inputs{packed};
+      group_->allgather(all, inputs)->wait();
+    });
+    std::vector<std::string> texts;
+    for (const auto& one : all[0]) {
+      std::int64_t size = 0;
+      std::memcpy(&size, one.const_data_ptr<std::uint8_t>(), sizeof size);
+      texts.emplace_back(reinterpret_cast<const char*>(one.const_data_ptr<std::uint8_t>()) + head,
+                         static_cast<std::size_t>(size));
+    }
+    return texts;
+  }
+  /// Overwrites `tensors` with rank 0's, a flat copy a dtype at a time.
+  void broadcast(std::vector<at::Tensor> tensors) {
+    if (tensors.empty()) return;
+    const at::NoGradGuard no_grad;
+    for (auto& tensor : tensors)
+      if (tensor.scalar_type() == at::kBool) tensor = tensor.view(at::kByte);  // which Gloo knows
+    constexpr std::size_t at_a_time = 250 << 20;
+    guarded("a broadcast", [&] { c10d::broadcast_coalesced(group_, tensors, at_a_time, 0); });
+  }
+
+  /// Leaves word of why this rank fails, for the others' errors; the first word stays.
+  void report_failure(const std::string& text) noexcept {
+    try {
+      const std::string note = "rank " + std::to_string(world_.rank) + ": " + text;
+      store_->compareSet("failure", {}, std::vector<std::uint8_t>(note.begin(), note.end()));
+    } catch (const std::exception&) {  // the store may be gone as well
+    }
+  }
+  /// What the first failing rank has reported, or nothing.
+  std::string first_failure() const noexcept {
+    try {
+      if (!store_->check({"failure"})) return {};
+      const auto note = store_->get("failure");
+      return {note.begin(), note.end()};
+    } catch (const std::exception&) {
+      return {};
+    }
+  }
+  /// Throws `DistributedError` about `what`, with the first failure that a rank has reported.
+  [[noreturn]] void fail(const std::string& what, const std::string& reason) {
+    lost_ = true;
+    const std::string first = first_failure();
+    throw DistributedError("treadle::ProcessGroup: rank " + std::to_string(world_.rank) + " of " +
+                           std::to_string(world_.world_size) + " lost the others in " + what + " (" + reason + "); " +
+                           (first.empty() ? "look at the first rank that ended or stood still."
+                                          : "the first to fail was " + first));
+  }
+
+  /// Runs `f`, whose exceptions are taken as failures of `what`.
+  template <class F>
+  std::invoke_result_t<F> guarded(const char* what, F&& f) {
+    try {
+      return std::forward<F>(f)();
+    } catch (const DistributedError&) {
+      throw;
+    } catch (const c10::Error& error) {
+      fail(what, first_line(error.what_without_backtrace()));
+    } catch (const std::exception& error) {
+      fail(what, first_line(error.what()));
+    }
+  }
+  /// Whether an exception that came through other code is a collective's.
+  static bool is_collective_failure(const std::exception& error) {
+    if (dynamic_cast<const c10::DistError*>(&error) != nullptr) return true;
+    const std::string_view text = error.what();
+    return text.find("gloo") != text.npos || text.find("NCCL") != text.npos;
+  }
+  static std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+ private:
+  c10::intrusive_ptr<c10d::Store> prefixed(const char* name) const {
+    return c10::make_intrusive<c10d::PrefixStore>(name, store_);
+  }
+
+  World world_;
+  Store store_;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  c10::intrusive_ptr<c10d::Backend> nccl_;
+  bool lost_ = false;
+};
+
+}  // namespace v0_1
+}  // namespace treadle

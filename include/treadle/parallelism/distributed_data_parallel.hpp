@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+// One process a device: every rank trains on its own batches, and gradients are averaged over all of them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "treadle/axis.hpp"
+#include "treadle/distributed/gradient_reducer.hpp"
+#include "treadle/distributed/identical.hpp"
+#include "treadle/distributed/master_gradients.hpp"
+#include "treadle/distributed/process_group.hpp"
+#include "treadle/distributed/wire.hpp"
+#include "treadle/error.hpp"
+#include "treadle/loss.hpp"
+#include "treadle/runtime/device.hpp"
+#include "treadle/runtime/parameters.hpp"
+#include "treadle/runtime/sink.hpp"
+#include "treadle/runtime/world.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+namespace parallelism {
+
+/// A process a device, over `c10d`: Gloo for CPUs, NCCL for CUDA devices.
+///
+/// The gradient of a step is the mean over everything that all ranks counted, however ragged. It is reduced during the
+/// backward pass of a window's last micro-batch. World, ranks and devices are what the launcher has set
+/// (`World::from_environment`); a world of one process trains bitwise as `SingleDevice` does.
+template <ParameterUse Use = ParameterUse::Every>
+struct DistributedDataParallel {
+  using policy_axis = axis::Parallelism;
+  static constexpr bool replicates = true;
+  static constexpr bool slices = false;
+  static constexpr bool processes = true;
+  static constexpr bool threads = false;
+  static constexpr bool finds_unused = Use == ParameterUse::Find;
+
+  std::optional<at::Device> device{};               ///< default: the GPU numbered by the local rank, else the CPU
+  std::optional<World> world{};                     ///< default: `World::from_environment()`
+  std::int64_t bucket_bytes = 25 << 20;             ///< gradients that travel together
+  std::int64_t first_bucket_bytes = 1 << 20;        ///< of the bucket that is ready first
+  bool bucket_views = true;                         ///< gradients lie in the buckets: saves a copy and its memory
+  bool broadcast_buffers = true;                    ///< rank 0's buffers to all before each window
+  Wire wire = Wire::Native;                         ///< dtype on the way
+  std::chrono::milliseconds start_timeout{300000};  ///< longest wait for other ranks until the first step is made
+  std::chrono::milliseconds timeout{30000};         ///< and in every later step
+
+  bool operator==(const DistributedDataParallel&) const = default;
+  void check() const {
+    if (bucket_bytes < 1 || first_bucket_bytes < 1)
+      throw ConfigError("parallelism::DistributedDataParallel: bucket_bytes and first_bucket_bytes must be positive.");
+    if (start_timeout.count() <= 0 || timeout.count() <= 0)
+      throw ConfigError("parallelism::DistributedDataParallel: start_timeout and timeout must be positive.");
+  }
+
+  class State;
+};
+
+template <ParameterUse Use>
+class DistributedDataParallel<Use>::State {
+ public:
+  explicit State(const DistributedDataParallel& policy)
+      : policy_(policy),
+        world_(policy.world ? *policy.world : World::from_environment()),
+        device_(choose_device(policy, world_)),
+        group_(world_, device_, policy.start_timeout) {
+    set_speaker(world_.rank == 0);
+  }
+
+  at::Device device() const { return device_; }
+  int rank() const { return world_.rank; }
+  int world_size() const { return world_.world_size; }
+  ProcessGroup& group() { return group_; }
+  double agree(double value) { return group_.max(value); }
+  std::vector<std::string> gather(const std::string& mine) { return group_.gather(mine); }
+  at::DDPLoggingData statistics() const { return reducer_->statistics(); }
+
+  /// Makes all ranks start from rank 0's model. Throws `ConfigError` on all ranks if their models differ in shape.
+  template <class Model>
+  void prepare(Model&, ParameterList& parameters, BufferList& buffers) {
+    detail::require_same_shapes(group_, parameters, buffers);
+    std::vector<at::Tensor> all;
+    for (const auto& parameter : parameters) {
+      all.push_back(parameter.model.detach());
+      if (!parameter.master.is_same(parameter.model)) all.push_back(parameter.master.detach());
+    }
+    for (const auto& buffer : buffers) buffers_.push_back(buffer.tensor);
+    all.insert(all.end(), buffers_.begin(), buffers_.end());
+    if (world_.world_size > 1) group_.broadcast(all);
+    detail::require_identical(group_, all);
+    masters_ = std::make_unique<detail::MasterGradients>(parameters);
+    std::vector<std::string> names;
+    std::vector<at::Tensor> watched;
+    for (const auto& parameter : parameters) {
+      if (!parameter.model.requires_grad()) continue;
+      names.push_back(parameter.name);
+      watched.push_back(parameter.master);
+    }
+    reducer_ = std::make_unique<detail::GradientReducer<Use>>(
+        std::move(names), std::move(watched), group_,
+        detail::ReducerOptions{policy_.bucket_bytes, policy_.first_bucket_bytes, policy_.bucket_views, policy_.wire});
+  }
+
+  void begin_window() {
+    stage_ = Stage::Open;
+    if (policy_.broadcast_buffers && world_.world_size > 1) group_.broadcast(buffers_);
+  }
+
+  template <class Model, class Batch, class Context, class Stages>
+  void run(Model& model, const Batch& batch, bool reduces, Context& context, const Stages& stages) {
+    const bool counts_graph = Use == ParameterUse::Static && first_window_;  // its first window reduces every time
+    const bool synchronizes = reduces || counts_graph;
+    if (synchronizes) prepare_reduction();
+    const Loss loss = stages.forward(model, batch, context);
+    if (loss.counts_nothing()) {
+      stages.skip();
+      if (counts_graph && !reduces) reduce([&] { reducer_->reduce_zeros(); });
+      return;  // a window that ends without a reduction makes up for it in finish_reduction
+    }
+    const detail::Weight weight = stages.weigh(loss, batch);
+    if (!synchronizes) return stages.backward(loss.value, weight);
+    if (reduces) share(stages.share());
+    reduce([&] {
+      reducer_->before_backward(loss.value);
+      stages.backward(loss.value, weight);
+      reducer_->after_backward();
+    });
+    if (reduces) stage_ = Stage::Reduced;
+  }
+
+  template <class Window>
+  void finish_reduction(Window& window) {
+    if (stage_ != Stage::Reduced) reduce_nothing(window.share());
+    if (totals_work_) take_totals(window);
+    masters_->hand_over();
+    stage_ = Stage::Closed;
+    if (!first_window_) return;
+    first_window_ = false;
+    group_.set_timeout(policy_.timeout);
+  }
+
+  /// Throws `DistributedError` if another rank has failed.
+  void report() {
+    if (failed_.defined() && failed_.item<double>() > 0) refuse_failed();  // sync: log point
+  }
+  /// Drops what an open window has begun.
+  void reset() {
+    if (masters_) masters_->drop();
+    if (stage_ == Stage::Reducing) reducer_->reset();
+    prepared_ = false;
+    totals_work_.reset();
+    stage_ = Stage::Closed;
+  }
+
+  /// In a handler: the other ranks wait for this one's part in the window, so it is given, with word that it failed.
+  template <class Stages>
+  void abandon(const Stages& stages) {
+    const std::string reason = detail::current_error();
+    group_.report_failure(reason);
+    if (world_.world_size == 1 || group_.lost() || stage_ == Stage::Reducing || !reducer_) return;
+    try {
+      if (stage_ == Stage::Closed) begin_window();
+      if (stage_ == Stage::Reduced) return;
+      stages.skip();
+      auto failed = stages.share();
+      failed.zero_();
+      failed[2].fill_(1);
+      reduce_nothing(failed);
+      group_.wait(totals_work_);
+    } catch (const Error&) {  // what was thrown first is what the caller hears of
+    }
+  }
+
+ private:
+  enum class Stage { Closed, Open, Reducing, Reduced };
+
+  static at::Device choose_device(const DistributedDataParallel& policy, const World& world) {
+    if (policy.device) return resolve_device(policy.device);
+    const int visible = cuda_device_count();
+    if (visible == 0) return at::kCPU;
+    return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.device_index(visible)));
+  }
+
+  void prepare_reduction() {
+    if (std::exchange(prepared_, true)) return;
+    group_.guarded("the buckets' rebuilding", [&] { reducer_->before_forward(); });
+  }
+  /// A backward pass whose gradients are reduced. Its own errors go on as they are, lost ranks become a DistributedError.
+  template <class Pass>
+  void reduce(Pass&& pass) {
+    const Stage before = std::exchange(stage_, Stage::Reducing);
+    prepared_ = false;
+    try {
+      pass();
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      if (ProcessGroup::is_collective_failure(error))
+        group_.fail("the reduction of gradients", ProcessGroup::first_line(error.what()));
+      throw;
+    }
+    stage_ = before;
+  }
+  void reduce_nothing(const at::Tensor& counts) {
+    prepare_reduction();
+    share(counts);
+    reduce([&] { reducer_->reduce_zeros(); });
+    stage_ = Stage::Reduced;
+  }
+  /// Begins to add up the counts, beside the backward pass.
+  void share(const at::Tensor& counts) {
+    if (world_.world_size == 1) return;
+    totals_ = counts;
+    totals_work_ = group_.start_sum(totals_);
+  }
+  template <class Window>
+  void take_totals(Window& window) {
+    group_.wait(totals_work_);
+    totals_work_.reset();
+    if (totals_.is_cpu()) {
+      if (totals_.template const_data_ptr<double>()[2] > 0) refuse_failed();
+    } else {
+      // The host does not wait to know: a window with a failed rank in it counts nothing, and a log point reports it.
+      const auto failed = totals_[2];
+      totals_[0].mul_(failed.eq(0));
+      failed_ = failed_.defined() ? failed_.add_(failed) : failed.clone();
+    }
+    window.take_totals(totals_);
+  }
+  [[noreturn]] void refuse_failed() {
+    stage_ = Stage::Closed;
+    throw DistributedError("parallelism::DistributedDataParallel: rank " + std::to_string(world_.rank) +
+                           " stops, because another rank has failed; the first to fail was " + group_.first_failure());
+  }
+
+  DistributedDataParallel policy_;
+  World world_;
+  at::Device device_;
+  ProcessGroup group_;
+  std::vector<at::Tensor> buffers_;
+  std::unique_ptr<detail::MasterGradients> masters_;
+  std::unique_ptr<detail::GradientReducer<Use>> reducer_;
+  at::Tensor totals_;
+  at::Tensor failed_;  // on a CUDA device: how many ranks have failed so far
+  ProcessGroup::Work totals_work_;
+  Stage stage_ = Stage::Closed;
+  bool prepared_ = false;
+  bool first_window_ = true;
+};
+
+}  // namespace parallelism
+}  // namespace v0_1
+}  // namespace treadle

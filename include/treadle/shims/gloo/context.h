@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+// A stand-in for the Gloo header of this name: include/treadle/distributed/gloo.hpp says why and what is declared.
+#pragma once
+
+#include <chrono>
+
+namespace gloo {
+class Context {
+ public:
+  void setTimeout(std::chrono::milliseconds timeout);
+};
+}  // namespace gloo
