@@ -2,6 +2,7 @@
 // Guards around the forward pass: they hold what they say and leave what they found, also after a throw.
 #include <array>
 #include <stdexcept>
+#include <type_traits>
 
 #include "support/tiny.hpp"
 #include "treadle/precision/autocast.hpp"
@@ -181,4 +182,105 @@ TEST_CASE("two trainers with other precisions alternate and leave no switch behi
   exact.evaluate(make_batches({4}));
   CHECK(in_fp32 == Tf32{false, false});
   CHECK(tf32() == before);
+}
+
+namespace {
+
+/// An autocast region as programs write it around their training, with or without LibTorch's count of nested ones.
+struct Region {
+  explicit Region(bool nests) : nests(nests), before(flags()) {
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    if (nests) at::autocast::increment_nesting();
+  }
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+  ~Region() {
+    if (nests) at::autocast::decrement_nesting();
+    at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, before.enabled);
+    at::autocast::set_autocast_dtype(at::kCPU, before.dtype);
+  }
+  bool nests;
+  Flags before;
+};
+
+/// Its weights are used as they are, so that autocast keeps what it has cast; torch::nn::Linear casts a view anew.
+struct DirectNetImpl : torch::nn::Module {
+  DirectNetImpl()
+      : first(register_parameter("first", at::randn({8, 6}))), last(register_parameter("last", at::randn({5, 8}))) {}
+  at::Tensor forward(const at::Tensor& x) { return at::linear(at::tanh(at::linear(x, first)), last); }
+  at::Tensor first;
+  at::Tensor last;
+};
+TORCH_MODULE(DirectNet);
+
+/// Weights after four steps, what the last one reported, and an evaluation.
+template <class Net, class Precision>
+treadle_test::State trained(const Precision& precision) {
+  using namespace treadle_test;
+  auto net = make<Net>();
+  td::Trainer trainer{
+      net, CrossEntropy{}, td::optim::AdamW{.learning_rate = 0.1},
+      td::policies(precision, td::clipping::ClipNorm{.max_norm = 0.5}, td::accumulation::AccumulateOver{.batches = 2})};
+  State all;
+  for (const auto& batch : make_batches({8, 8, 8, 8, 8, 8, 8, 8}))
+    if (auto done = trainer.accumulate(batch)) all["loss"] = done->loss.clone();
+  for (auto& [name, value] : everything(trainer)) all[name] = value;
+  all["evaluated"] = at::full({}, trainer.evaluate(make_batches({8}))["loss"], at::kDouble);
+  return all;
+}
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("no cast from one side of a guard is used on the other", Nests, std::true_type, std::false_type) {
+  auto weight = at::ones({2, 2}).requires_grad_();
+  const auto x = at::ones({2, 2});
+  const auto first = [&] { return at::mm(x, weight)[0][0]; };
+  const Region region(Nests::value);
+  CHECK(first().template item<float>() == 2);
+  weight.detach().fill_(3);
+  {
+    const Autocast cast(at::kCPU, at::kHalf);
+    CHECK((first().scalar_type() == at::kHalf));
+    CHECK(first().template item<float>() == 6);
+  }
+  CHECK((first().scalar_type() == at::kBFloat16));
+  CHECK(first().template item<float>() == 6);
+}
+
+TEST_CASE_TEMPLATE("a trainer in the caller's autocast region computes as it does outside", Precision,
+                   td::precision::Fp32, td::precision::Tf32, td::precision::Bf16, td::precision::Fp16,
+                   td::precision::Bf16Weights) {
+  if (treadle_test::device().is_cuda()) return;  // the region below is the CPU's
+  const auto normed = trained<treadle_test::TinyNet>(Precision{});
+  const auto direct = trained<DirectNet>(Precision{});
+  for (const bool nests : {false, true}) {
+    CAPTURE(nests);
+    const Region region(nests);
+    const auto found = flags();
+    CHECK(treadle_test::difference(trained<treadle_test::TinyNet>(Precision{}), normed) == "");
+    CHECK(treadle_test::difference(trained<DirectNet>(Precision{}), direct) == "");
+    CHECK(flags() == found);
+    CHECK((product() == at::kBFloat16));
+  }
+}
+
+TEST_CASE("the caller's region sees the weights that a step has written") {
+  using namespace treadle_test;
+  auto net = make<DirectNet>();
+  net->to(at::kCPU);
+  td::Trainer trainer{net, CrossEntropy{}, td::optim::Sgd{.learning_rate = 1.0},
+                      td::policies(td::parallelism::SingleDevice{.device = at::Device(at::kCPU)})};
+  const auto x = at::randn({4, 6});
+  const auto fresh = [&] {
+    const Region region(true);
+    return net->forward(x).detach();
+  };
+  const Region region(true);
+  const auto before = net->forward(x).detach();
+  trainer.accumulate(td::Batch{x, at::zeros({4}, at::kLong)});
+  const auto after = net->forward(x).detach();
+  CHECK_FALSE(same_bits(after, before));
+  CHECK(same_bits(after, fresh()));
 }

@@ -87,6 +87,13 @@ struct LeavesAutocastOn : PlainPrecision {
     at::DeviceType device;
   };
 };
+struct StaysInTheCallersRegion : PlainPrecision {
+  struct State : td::precision::Fp32::State {
+    State(const StaysInTheCallersRegion&, td::ParameterList& p, const td::BufferList& b, bool w)
+        : td::precision::Fp32::State({}, p, b, w) {}
+    td::MathFlags math() const { return td::MathFlags(false); }
+  };
+};
 struct LosesGradients : PlainPrecision {
   struct State : td::precision::Fp32::State {
     State(const LosesGradients&, td::ParameterList& p, const td::BufferList& b, bool w)
@@ -364,6 +371,8 @@ struct CarelessRule {
 TEST_CASE("broken precisions are caught") {
   CHECK_CAUGHT(testing::check_precision_contract(LeavesAutocastOn{}), "must return guards that restore every switch");
   at::autocast::set_autocast_enabled(at::kCPU, false);
+  CHECK_CAUGHT(testing::check_precision_contract(StaysInTheCallersRegion{}),
+               "math() must turn off the autocast region that a caller stands in");
   CHECK_CAUGHT(testing::check_precision_contract(LosesGradients{}), "gradients() must leave every gradient as it is");
   const auto violations = testing::check_precision_contract(RoundsItsMasters{});
   CHECK_CAUGHT(violations, "publish() must write every master into its weight");

@@ -5,7 +5,7 @@
 
 #include "treadle/axis.hpp"
 #include "treadle/precision/autocast.hpp"
-#include "treadle/runtime/math_flags.hpp"
+#include "treadle/precision/switches.hpp"
 #include "treadle/runtime/parameters.hpp"
 
 namespace treadle {
@@ -26,7 +26,7 @@ struct Bf16 {
    public:
     State(const Bf16&, ParameterList& parameters, const BufferList&, bool /*window*/)
         : device_(parameters.device().type()) {}
-    MathFlags math() const { return MathFlags(false); }
+    Switches math() const { return Switches(false); }
     Autocast autocast() const { return Autocast(device_, at::kBFloat16); }
     template <class Batch>
     void cast_inputs(Batch&) const {}

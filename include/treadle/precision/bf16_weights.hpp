@@ -14,8 +14,8 @@
 #include "treadle/axis.hpp"
 #include "treadle/batch.hpp"
 #include "treadle/error.hpp"
+#include "treadle/precision/switches.hpp"
 #include "treadle/runtime/glob.hpp"
-#include "treadle/runtime/math_flags.hpp"
 #include "treadle/runtime/parameters.hpp"
 
 namespace treadle {
@@ -57,7 +57,7 @@ struct Bf16Weights {
       }
     }
 
-    MathFlags math() const { return MathFlags(false); }
+    Switches math() const { return Switches(false); }
     NoGuard autocast() const { return {}; }
 
     template <class Batch>

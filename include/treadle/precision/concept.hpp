@@ -17,7 +17,8 @@ inline namespace v0_1 {
 /// A precision policy: option values, two facts, `check()`, and a `State` with the calls below.
 ///
 /// What the compiler cannot check: `State`'s constructor may replace a parameter's `model` data and `master`, before
-/// any rule state exists; `math()` and `autocast()` return guards that restore on destruction, also after a throw;
+/// any rule state exists; `math()` stands around a whole step and turns off an autocast region of the caller's,
+/// `autocast()` around model and objective, and both return guards that restore on destruction, also after a throw;
 /// `gradients()` leaves every gradient in its master's dtype; `publish()` writes masters to weights and does the same
 /// when called twice; nothing reads a device value on the host.
 template <class P>

@@ -10,7 +10,7 @@
 #include "treadle/axis.hpp"
 #include "treadle/error.hpp"
 #include "treadle/precision/autocast.hpp"
-#include "treadle/runtime/math_flags.hpp"
+#include "treadle/precision/switches.hpp"
 #include "treadle/runtime/parameters.hpp"
 
 namespace treadle {
@@ -57,7 +57,7 @@ class Fp16::State {
         scale_(at::full({}, policy.initial_scale, at::device(parameters.device()).dtype(at::kFloat))),
         good_steps_(at::zeros({}, at::device(parameters.device()).dtype(at::kInt))) {}
 
-  MathFlags math() const { return MathFlags(false); }
+  Switches math() const { return Switches(false); }
   Autocast autocast() const { return Autocast(device_, at::kHalf); }
   template <class Batch>
   void cast_inputs(Batch&) const {}

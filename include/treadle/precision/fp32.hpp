@@ -4,7 +4,7 @@
 #include <span>
 
 #include "treadle/axis.hpp"
-#include "treadle/runtime/math_flags.hpp"
+#include "treadle/precision/switches.hpp"
 #include "treadle/runtime/parameters.hpp"
 
 namespace treadle {
@@ -26,7 +26,7 @@ struct Fp32 {
   class State {
    public:
     State(const Fp32&, ParameterList&, const BufferList&, bool /*window*/) {}
-    MathFlags math() const { return MathFlags(false); }
+    Switches math() const { return Switches(false); }
     NoGuard autocast() const { return {}; }
     template <class Batch>
     void cast_inputs(Batch&) const {}

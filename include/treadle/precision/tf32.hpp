@@ -4,7 +4,7 @@
 #include <span>
 
 #include "treadle/axis.hpp"
-#include "treadle/runtime/math_flags.hpp"
+#include "treadle/precision/switches.hpp"
 #include "treadle/runtime/parameters.hpp"
 
 namespace treadle {
@@ -24,7 +24,7 @@ struct Tf32 {
   class State {
    public:
     State(const Tf32&, ParameterList&, const BufferList&, bool /*window*/) {}
-    MathFlags math() const { return MathFlags(true); }
+    Switches math() const { return Switches(true); }
     NoGuard autocast() const { return {}; }
     template <class Batch>
     void cast_inputs(Batch&) const {}

@@ -63,6 +63,18 @@ void check_precision_guards(State& state, at::Device device, Report& report) {
   }
   report.require(PrecisionSwitches(device.type()) == outside,
                  "the guards of math() and autocast() must restore every switch after a throw, too.");
+
+  at::autocast::set_autocast_enabled(device.type(), true);
+  const PrecisionSwitches region(device.type());
+  bool off = false;
+  {
+    [[maybe_unused]] const auto math = state.math();
+    off = !at::autocast::is_autocast_enabled(device.type());
+  }
+  const bool restored = PrecisionSwitches(device.type()) == region;
+  at::autocast::set_autocast_enabled(device.type(), outside.autocast);
+  report.require(off, "math() must turn off the autocast region that a caller stands in.");
+  report.require(restored, "math() must put the autocast region that a caller stands in back as it was.");
 }
 
 template <class P>
