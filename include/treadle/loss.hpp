@@ -23,16 +23,16 @@ inline namespace v0_1 {
 /// the mean over everything counted.
 class Loss {
  public:
-  /// `sum`: a scalar tensor; `count`: how many things it sums over.
-  Loss(at::Tensor sum, std::int64_t count) : value(std::move(sum)), count(count), is_mean(false) {}
+  /// `sum`: a scalar tensor; `things`: how many things it sums over.
+  Loss(at::Tensor sum, std::int64_t things) : value(std::move(sum)), count(things), is_mean(false) {}
 
   /// As above with a count on the device; `nominal` is its usual size on the host, which only sets the magnitude of the
   /// numbers that are back-propagated (default: the batch's rows).
-  Loss(at::Tensor sum, at::Tensor count, std::int64_t nominal = 0)
-      : value(std::move(sum)), device_count(std::move(count)), count(nominal), is_mean(false) {}
+  Loss(at::Tensor sum, at::Tensor things, std::int64_t nominal = 0)
+      : value(std::move(sum)), device_count(std::move(things)), count(nominal), is_mean(false) {}
 
-  /// A mean over `count` things.
-  static Loss mean(at::Tensor value, std::int64_t count) { return Loss(std::move(value), count, Mean{}); }
+  /// A mean over a number of `things`.
+  static Loss mean(at::Tensor mean, std::int64_t things) { return Loss(std::move(mean), things, Mean{}); }
 
   /// Whether it is a mean over nothing, which is NaN and must not be back-propagated.
   bool counts_nothing() const { return is_mean && count == 0 && !device_count.defined(); }
@@ -44,7 +44,7 @@ class Loss {
 
  private:
   struct Mean {};
-  Loss(at::Tensor mean, std::int64_t count, Mean) : value(std::move(mean)), count(count), is_mean(true) {}
+  Loss(at::Tensor mean, std::int64_t things, Mean) : value(std::move(mean)), count(things), is_mean(true) {}
 };
 
 namespace detail {
@@ -52,6 +52,12 @@ namespace detail {
 struct Weight {
   double factor;
   bool plain;
+};
+
+/// Where a backward pass starts, and from what.
+struct Root {
+  at::Tensor value;
+  at::Tensor seed;
 };
 
 /// Throws `ConfigError` for an objective's value that is no scalar.
@@ -72,7 +78,13 @@ struct MeanLossOptions {
 };
 
 namespace detail {
-[[noreturn, gnu::cold]] inline void refuse_target(const at::Tensor& logits, const c10::IndexError& error) {
+/// In a handler of what LibTorch threw: says what is wrong with the target, or throws the same again.
+[[noreturn, gnu::cold]] inline void refuse_target(const at::Tensor& logits, const at::Tensor& target,
+                                                  const c10::Error& error) {
+  if (target.defined() && target.scalar_type() != at::kLong && target.scalar_type() != at::kByte)
+    throw DataError(std::string("treadle::mean_loss: target is of dtype ") + c10::toString(target.scalar_type()) +
+                    ", but class indices are int64; pass target.to(at::kLong).");
+  if (dynamic_cast<const c10::IndexError*>(&error) == nullptr) throw;
   throw DataError("treadle::mean_loss: a target class is out of range for logits of " +
                   std::to_string(logits.dim() > 1 ? logits.size(1) : logits.size(0)) + " classes (" +
                   error.what_without_backtrace() +
@@ -83,8 +95,9 @@ namespace detail {
 /// Cross entropy as a `Loss`: logits `[N, C]` or `[N, C, d...]` of any floating dtype, target `[N]` or `[N, d...]` of
 /// class indices, counted per target.
 ///
-/// With `ignore_index` the ignored targets count nothing (all ignored: exact zeros, no NaN). A class out of range
-/// throws `DataError` on a CPU; on CUDA it is a device-side assert, which ends the process's use of the device.
+/// Targets are int64; another dtype throws `DataError`. With `ignore_index` the ignored targets count nothing (all
+/// ignored: exact zeros, no NaN). A class out of range throws `DataError` on a CPU; on CUDA it is a device-side assert,
+/// which ends the process's use of the device.
 [[gnu::always_inline]] inline Loss mean_loss(const at::Tensor& logits, const at::Tensor& target,
                                              const MeanLossOptions& options = {}) {
   try {
@@ -95,8 +108,8 @@ namespace detail {
     return Loss(
         at::cross_entropy_loss(logits, target, {}, at::Reduction::Sum, options.ignore_index, options.label_smoothing),
         target.ne(options.ignore_index).sum(), target.numel());
-  } catch (const c10::IndexError& error) {
-    detail::refuse_target(logits, error);
+  } catch (const c10::Error& error) {
+    detail::refuse_target(logits, target, error);
   }
 }
 

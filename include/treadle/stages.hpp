@@ -47,6 +47,12 @@ struct Stages {
     const at::Tensor* scale = loss_scale_of<Trainer::Precision::scales_loss>(trainer.precision_);
     detail::backward(value, weight.plain, trainer.window_.seed(weight.factor, scale), weight.factor);
   }
+
+  /// In place of `backward` for a policy that runs the passes of several losses as one; the seed is the caller's own.
+  Root root(const at::Tensor& value, Weight weight) const {
+    const at::Tensor* scale = loss_scale_of<Trainer::Precision::scales_loss>(trainer.precision_);
+    return root_of(value, trainer.window_.seed(weight.factor, scale)->clone(), weight.factor);
+  }
 };
 
 }  // namespace detail

@@ -72,7 +72,8 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
         averaging_((parallelism_.prepare(*model_, parameters_, buffers_), policies.averaging), parameters_),
         rule_(rule, parameters_),
         verdict_(device()),
-        window_(device(), parallelism_.world_size(), !Accumulation::windows && parallelism_.world_size() == 1),
+        window_(device(), parallelism_.world_size(),
+                !Accumulation::windows && !Parallelism::threads && parallelism_.world_size() == 1),
         context_(checkpointing_, names_) {
     window_.keep_losses(NonFinite::inspects_losses);
     window_.own_seeds(parameters_.any_of_one_element());

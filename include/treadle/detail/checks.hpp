@@ -41,9 +41,58 @@ struct is_observer_set : std::false_type {};
 template <class... Os>
 struct is_observer_set<observe::Set<Os...>> : std::true_type {};
 
+/// What the policies of a set can be wrong about, each on its own and together with the rule.
+template <class P, class Rule>
+struct CheckPolicies {
+  static_assert(precision_policy<typename P::Precision>,
+                "treadle::Trainer: the precision policy lacks a call; precision/concept.hpp lists them.");
+  static_assert(parallelism_policy<typename P::Parallelism>,
+                "treadle::Trainer: the parallelism policy lacks a call; parallelism/concept.hpp lists them.");
+  static_assert(accumulation_policy<typename P::Accumulation>,
+                "treadle::Trainer: the accumulation policy lacks a call; accumulation/concept.hpp lists them.");
+  static_assert(checkpointing_policy<typename P::Checkpointing>,
+                "treadle::Trainer: the checkpointing policy lacks a call; checkpointing/concept.hpp lists them.");
+  static_assert(execution_policy<typename P::Execution>,
+                "treadle::Trainer: the execution policy lacks a call; execution/concept.hpp lists them.");
+  static_assert(clipping_policy<typename P::Clipping>,
+                "treadle::Trainer: the clipping policy lacks a call; clipping/concept.hpp lists them.");
+  static_assert(nonfinite_policy<typename P::NonFinite>,
+                "treadle::Trainer: the non-finite policy lacks a call; nonfinite/concept.hpp lists them.");
+  static_assert(averaging_policy<typename P::Averaging>,
+                "treadle::Trainer: the averaging policy lacks a call; averaging/concept.hpp lists them.");
+  /// Rules between axes are asked only where their parts are what they should be: one sentence a mistake.
+  static constexpr bool whole =
+      update_rule<Rule> && precision_policy<typename P::Precision> && parallelism_policy<typename P::Parallelism> &&
+      accumulation_policy<typename P::Accumulation> && checkpointing_policy<typename P::Checkpointing> &&
+      execution_policy<typename P::Execution> && clipping_policy<typename P::Clipping> &&
+      nonfinite_policy<typename P::NonFinite> && averaging_policy<typename P::Averaging>;
+  static_assert(
+      !whole || capture_without_threads<P>,
+      "treadle::Trainer: execution::CudaGraph cannot capture parallelism::DataParallel, which drives a thread a "
+      "device; use parallelism::DistributedDataParallel, or execution::Eager.");
+  static_assert(
+      !whole || capture_without_search<P>,
+      "treadle::Trainer: execution::CudaGraph cannot capture a search for unused parameters "
+      "(DistributedDataParallel<ParameterUse::Find>); use ParameterUse::Every or Static, or execution::Eager.");
+  static_assert(
+      !whole || capture_without_offload<P>,
+      "treadle::Trainer: execution::CudaGraph cannot capture checkpointing::OffloadActivations; recompute instead "
+      "(checkpointing::CheckpointEveryBlock), or use execution::Eager.");
+  static_assert(
+      !whole || capture_without_host_rule<P, Rule>,
+      "treadle::Trainer: execution::CudaGraph cannot capture an adapted torch::optim optimizer, which steps on "
+      "the host; use a rule of treadle::optim (AdamW, Adam, Sgd), or execution::Eager.");
+  static_assert(
+      !whole || host_rule_may_synchronize<P, Rule>,
+      "treadle::Trainer: an adapted torch::optim optimizer steps on the host, so precision::Fp16, nonfinite::Skip "
+      "and nonfinite::Stop make it wait for the device in every step; accept that with "
+      "adapt<treadle::optim::HostSync::Allowed>(...), or use a rule of treadle::optim.");
+};
+struct NoPolicies {};
+
 /// Everything that the types of a trainer can be wrong about; an empty base, so that it is checked first.
 template <class Model, class Objective, class Rule, class PolicySetType, class Observers>
-struct CheckTrainer {
+struct CheckTrainer : std::conditional_t<policy_set<PolicySetType>, CheckPolicies<PolicySetType, Rule>, NoPolicies> {
   static_assert(treadle::model<Model>,
                 "treadle::Trainer: the model lacks something that training needs; it must have named_parameters(), "
                 "named_buffers(), train(), eval(), is_training() and to(device), as torch::nn::Module has.");
@@ -61,44 +110,6 @@ struct CheckTrainer {
       update_rule<Rule>,
       "treadle::Trainer: the third argument is not an update rule; use treadle::optim::AdamW and its like, or "
       "treadle::optim::adapt(...) for a torch::optim optimizer (optim/concept.hpp lists what a rule needs).");
-  using P = PolicySetType;
-  static_assert(precision_policy<typename P::Precision>,
-                "treadle::Trainer: the precision policy lacks a call; precision/concept.hpp lists them.");
-  static_assert(parallelism_policy<typename P::Parallelism>,
-                "treadle::Trainer: the parallelism policy lacks a call; parallelism/concept.hpp lists them.");
-  static_assert(accumulation_policy<typename P::Accumulation>,
-                "treadle::Trainer: the accumulation policy lacks a call; accumulation/concept.hpp lists them.");
-  static_assert(checkpointing_policy<typename P::Checkpointing>,
-                "treadle::Trainer: the checkpointing policy lacks a call; checkpointing/concept.hpp lists them.");
-  static_assert(execution_policy<typename P::Execution>,
-                "treadle::Trainer: the execution policy lacks a call; execution/concept.hpp lists them.");
-  static_assert(clipping_policy<typename P::Clipping>,
-                "treadle::Trainer: the clipping policy lacks a call; clipping/concept.hpp lists them.");
-  static_assert(nonfinite_policy<typename P::NonFinite>,
-                "treadle::Trainer: the non-finite policy lacks a call; nonfinite/concept.hpp lists them.");
-  static_assert(averaging_policy<typename P::Averaging>,
-                "treadle::Trainer: the averaging policy lacks a call; averaging/concept.hpp lists them.");
-  static_assert(
-      capture_without_threads<P>,
-      "treadle::Trainer: execution::CudaGraph cannot capture parallelism::DataParallel, which drives a thread a "
-      "device; use parallelism::DistributedDataParallel, or execution::Eager.");
-  static_assert(
-      capture_without_search<P>,
-      "treadle::Trainer: execution::CudaGraph cannot capture a search for unused parameters "
-      "(DistributedDataParallel<ParameterUse::Find>); use ParameterUse::Every or Static, or execution::Eager.");
-  static_assert(
-      capture_without_offload<P>,
-      "treadle::Trainer: execution::CudaGraph cannot capture checkpointing::OffloadActivations; recompute instead "
-      "(checkpointing::CheckpointEveryBlock), or use execution::Eager.");
-  static_assert(
-      capture_without_host_rule<P, Rule>,
-      "treadle::Trainer: execution::CudaGraph cannot capture an adapted torch::optim optimizer, which steps on "
-      "the host; use a rule of treadle::optim (AdamW, Adam, Sgd), or execution::Eager.");
-  static_assert(
-      host_rule_may_synchronize<P, Rule>,
-      "treadle::Trainer: an adapted torch::optim optimizer steps on the host, so precision::Fp16, nonfinite::Skip "
-      "and nonfinite::Stop make it wait for the device in every step; accept that with "
-      "adapt<treadle::optim::HostSync::Allowed>(...), or use a rule of treadle::optim.");
 };
 
 /// Checks every option value, then does what the options ask for before anything else.
@@ -134,25 +145,24 @@ inline bool is_plain_loss(const at::Tensor& value) {
   return false;
 }
 
-/// The backward pass of a loss of any shape and dtype, from `seed`.
-[[gnu::cold]] inline void backward_any(const at::Tensor& value, const at::Tensor& seed, double factor) {
+/// Where the backward pass of a loss of any shape and dtype starts, and from what.
+[[gnu::cold]] inline Root root_of(const at::Tensor& value, const at::Tensor& seed, double factor) {
   auto root = value.dim() == 0 ? value : value.reshape({});
   if (root.scalar_type() == at::kHalf || root.scalar_type() == at::kBFloat16)
     root = root.to(at::kFloat);  // a loss scale does not fit into fp16
   if (root.scalar_type() ==
       at::kDouble)  // the factor anew, which the fp32 seed has rounded; seed / its factor is the scale
-    root.backward(seed.to(at::kDouble).mul_(factor / static_cast<double>(static_cast<float>(factor))));
-  else
-    root.backward(seed);
+    return {root, seed.to(at::kDouble).mul_(factor / static_cast<double>(static_cast<float>(factor)))};
+  return {root, seed};
 }
 
 /// The backward pass of a loss from `seed`, fp32 and on its device. The optional saves `Tensor::backward` a copy.
 [[gnu::always_inline]] inline void backward(const at::Tensor& value, bool plain, const std::optional<at::Tensor>& seed,
                                             double factor) {
   if (plain) [[likely]]
-    value._backward({}, seed, std::nullopt, false);
-  else
-    backward_any(value, *seed, factor);
+    return value._backward({}, seed, std::nullopt, false);
+  const Root root = root_of(value, *seed, factor);
+  root.value.backward(root.seed);
 }
 
 /// What the types of a batch can be wrong about.

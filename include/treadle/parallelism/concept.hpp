@@ -25,16 +25,17 @@ struct StagesArchetype {
   void skip() const;
   at::Tensor share() const;
   void backward(const at::Tensor&, Weight) const;
+  Root root(const at::Tensor&, Weight) const;
 };
 }  // namespace detail
 
 /// A parallelism policy: option values, facts, `check()`, and a `State` that knows the devices.
 ///
 /// `run` calls, for a micro-batch or each of its shards, `forward`, then `skip` if that counts nothing, else `weigh`
-/// and `backward`. What the compiler cannot check: `run()` holds any sync guard over forward *and* backward and reduces
-/// only when asked; after `finish_reduction()` every rank holds the mean over ranks of the gradients and the window the
-/// sum of all shares; `agree()` returns the same number on every rank; a rank that counts nothing takes part in every
-/// reduction.
+/// and `backward`, or `root` and a backward pass from there. What the compiler cannot check: `run()` holds any sync
+/// guard over forward *and* backward and reduces only when asked; after `finish_reduction()` every rank holds the mean
+/// over ranks of the gradients and the window the sum of all shares; `agree()` returns the same number on every rank; a
+/// rank that counts nothing takes part in every reduction.
 template <class P>
 concept parallelism_policy = policy_of<P, axis::Parallelism> &&
     requires(const P policy, typename P::State state, int& model, const Batch& batch, ParameterList& parameters,
