@@ -5,7 +5,7 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <optional>
+#include <memory>
 
 #include "treadle/version.hpp"
 
@@ -54,24 +54,28 @@ class Autocast {
 /// Costs one look at a thread-local word where nothing is on.
 class AutocastOff {
  public:
-  AutocastOff() {
-    if (!c10::impl::tls_is_dispatch_keyset_excluded(c10::autocast_dispatch_keyset)) [[unlikely]]
-      off_.emplace(c10::autocast_dispatch_keyset);
+  AutocastOff() : on_(!c10::impl::tls_is_dispatch_keyset_excluded(c10::autocast_dispatch_keyset)) {
+    if (on_) [[unlikely]]
+      turn_off();
   }
   AutocastOff(const AutocastOff&) = delete;
   AutocastOff& operator=(const AutocastOff&) = delete;
   ~AutocastOff() {
-    if (off_) [[unlikely]]
+    if (on_) [[unlikely]]
       restore();
   }
 
  private:
+  [[gnu::cold, gnu::noinline]] void turn_off() { std::construct_at(&off_, c10::autocast_dispatch_keyset); }
   [[gnu::cold, gnu::noinline]] void restore() {
-    off_.reset();
+    std::destroy_at(&off_);
     at::autocast::clear_cache();
   }
 
-  std::optional<c10::impl::ExcludeDispatchKeyGuard> off_;
+  bool on_;
+  union {
+    c10::impl::ExcludeDispatchKeyGuard off_;  // lives if `on_`; an optional would be looked at twice
+  };
 };
 
 }  // namespace precision
