@@ -473,3 +473,47 @@ TEST_CASE("an epoch that makes no step is refused instead of gone through for ev
   CHECK_THROWS_WITH_AS(trainer.fit(data, {.epochs = 0, .max_steps = 100}), doctest::Contains("makes no step"),
                        td::DataError);
 }
+
+TEST_CASE("a model that Bf16Weights has rounded can be trained by another trainer") {
+  const auto data = batches();
+  Net net;
+  {
+    td::Trainer first{net, CrossEntropy{}, td::optim::AdamW{}, td::policies(on_cpu, td::precision::Bf16Weights{})};
+    first.accumulate(data[0]);
+  }
+  const auto by_hand = [&] {
+    auto weight = net.fc->weight.detach().clone().requires_grad_();
+    auto bias = net.fc->bias.detach().clone().requires_grad_();
+    const auto logits = torch::addmm(bias, data[1].data.to(torch::kBFloat16), weight.t());
+    torch::nn::functional::cross_entropy(logits, data[1].target).to(torch::kFloat).backward();
+    return weight.detach().to(torch::kFloat) - 0.5 * weight.grad().to(torch::kFloat);
+  }();
+  td::Trainer second{net, CrossEntropy{}, td::optim::Sgd{.learning_rate = 0.5},
+                     td::policies(on_cpu, td::precision::Bf16Weights{})};
+  for (const auto& p : second.parameters()) {
+    CHECK((p.master.scalar_type() == torch::kFloat));
+    CHECK(p.master.equal(p.model.detach().to(torch::kFloat)));
+  }
+  second.accumulate(data[1]);
+  CHECK(second.parameters()[0].master.equal(by_hand));
+  CHECK(net.fc->weight.detach().equal(by_hand.to(torch::kBFloat16)));
+
+  td::Trainer windowed{
+      net, CrossEntropy{}, td::optim::AdamW{},
+      td::policies(on_cpu, td::precision::Bf16Weights{}, td::clipping::ClipNorm{.max_norm = 1},
+                   td::averaging::ExponentialAverage{}, td::accumulation::AccumulateOver{.batches = 2})};
+  CHECK(at::isfinite(windowed.step(data).loss).item<bool>());
+  CHECK(windowed.steps() == 2);
+}
+
+TEST_CASE("Bf16Weights asks for what it can keep") {
+  const auto make = [](at::ScalarType dtype, td::precision::Bf16Weights precision) {
+    Net net;
+    net.to(dtype);
+    td::Trainer trainer{net, CrossEntropy{}, td::optim::AdamW{}, td::policies(on_cpu, precision)};
+  };
+  CHECK_THROWS_WITH_AS(make(torch::kBFloat16, {.keep_fp32 = {"*.bias"}}),
+                       doctest::Contains("keep_fp32 names parameter 'fc.bias', which is bfloat16 already"),
+                       td::ConfigError);
+  CHECK_THROWS_WITH_AS(make(torch::kHalf, {}), doctest::Contains("parameter 'fc.weight' is float16"), td::ConfigError);
+}

@@ -25,7 +25,9 @@ namespace precision {
 /// bfloat16 weights and activations with fp32 master weights, which the rule, averages, snapshots and exports read.
 ///
 /// Floating inputs of a batch are cast to bfloat16 (not its `target`). Buffers stay fp32, and so do the parameters of a
-/// module that owns floating buffers (batch norm) and those that match `keep_fp32`.
+/// module that owns floating buffers (batch norm) and those that match `keep_fp32`. Parameters that are bfloat16
+/// already get masters too; trained float16 ones are refused with `ConfigError`, as is a bfloat16 one that matches
+/// `keep_fp32`.
 struct Bf16Weights {
   using policy_axis = axis::Precision;
   static constexpr bool scales_loss = false;
@@ -44,11 +46,15 @@ struct Bf16Weights {
     State(const Bf16Weights& policy, ParameterList& parameters, const BufferList& buffers, bool window) {
       const at::NoGradGuard no_grad;
       for (const auto& pattern : policy.keep_fp32) require_match(pattern, parameters);
+      for (const auto& parameter : parameters) require_dtype(policy, parameter);
       for (auto& parameter : parameters) {
-        if (parameter.model.scalar_type() != at::kFloat || stays_fp32(policy, parameter.name, buffers)) continue;
         const bool trained = parameter.model.requires_grad();
-        auto master = parameter.model.detach().clone();
-        parameter.model.set_data(master.to(at::kBFloat16));
+        const bool rounded = parameter.model.scalar_type() == at::kBFloat16;  // by another trainer, say
+        if (!rounded && (parameter.model.scalar_type() != at::kFloat || stays_fp32(policy, parameter.name, buffers)))
+          continue;
+        if (rounded && !trained) continue;
+        auto master = parameter.model.detach().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+        if (!rounded) parameter.model.set_data(master.to(at::kBFloat16));
         if (!trained) continue;  // frozen weights need no master
         if (window) parameter.model.set_grad_dtype(at::kFloat);
         parameter.master = master;
@@ -93,9 +99,11 @@ struct Bf16Weights {
     void for_each_state(Visitor&&) {}
 
    private:
+    static bool kept(const Bf16Weights& policy, std::string_view name) {
+      return std::ranges::any_of(policy.keep_fp32, [&](const auto& pattern) { return glob_match(pattern, name); });
+    }
     static bool stays_fp32(const Bf16Weights& policy, std::string_view name, const BufferList& buffers) {
-      if (std::ranges::any_of(policy.keep_fp32, [&](const auto& pattern) { return glob_match(pattern, name); }))
-        return true;
+      if (kept(policy, name)) return true;
       return std::ranges::any_of(buffers, [&](const Buffer& buffer) {
         return buffer.tensor.is_floating_point() && module_of(buffer.name) == module_of(name);
       });
@@ -103,6 +111,18 @@ struct Bf16Weights {
     static std::string_view module_of(std::string_view name) {
       const auto dot = name.rfind('.');
       return dot == std::string_view::npos ? std::string_view{} : name.substr(0, dot);
+    }
+    static void require_dtype(const Bf16Weights& policy, const Parameter& parameter) {
+      const auto dtype = parameter.model.scalar_type();
+      const std::string found = "'" + parameter.name + "'";
+      if (dtype == at::kHalf && parameter.model.requires_grad())
+        throw ConfigError("precision::Bf16Weights: parameter " + found +
+                          " is float16, which masters and inputs here do not fit; convert the model with "
+                          "to(at::kFloat) before the trainer is made.");
+      if (dtype == at::kBFloat16 && kept(policy, parameter.name))
+        throw ConfigError("precision::Bf16Weights: keep_fp32 names parameter " + found +
+                          ", which is bfloat16 already; convert it to fp32 before the trainer is made, or leave it "
+                          "out of keep_fp32.");
     }
     static void require_match(const std::string& pattern, const ParameterList& parameters) {
       if (std::ranges::none_of(parameters, [&](const auto& p) { return glob_match(pattern, p.name); }))
