@@ -13,6 +13,7 @@
 #include <string_view>
 #include <utility>
 
+#include "treadle/error.hpp"
 #include "treadle/version.hpp"
 
 namespace treadle {
@@ -76,16 +77,24 @@ class Records {
   std::shared_ptr<Block> block_;
 };
 
-/// Keeps one copy of each name that was ever recorded, at a fixed address.
+/// Keeps one copy of each name that was ever recorded, at a fixed address. Throws `ConfigError` for those under which
+/// Treadle reports values of its own.
 class NameTable {
  public:
   std::string_view intern(std::string_view name) {
     for (const auto& known : names_)
       if (known == name) return known;
-    return names_.emplace_back(name);
+    return add(name);
   }
 
  private:
+  [[gnu::cold, gnu::noinline]] std::string_view add(std::string_view name) {
+    if (name == "loss" || name == "grad_norm")
+      throw ConfigError("treadle: step.record(\"" + std::string(name) +
+                        "\") has a name that Treadle reports itself; record it under another one.");
+    return names_.emplace_back(name);
+  }
+
   std::deque<std::string> names_;
 };
 

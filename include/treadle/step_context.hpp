@@ -26,7 +26,8 @@ class StepContext {
   StepContext& operator=(const StepContext&) = delete;
 
   /// Records `sum` over `count` things under `name`: reported is the total of the sums over the total of the counts,
-  /// over window, epoch and ranks. `sum` is a scalar tensor, which stays on the device, or a number.
+  /// over window, epoch and ranks. `sum` is a scalar tensor, which stays on the device, or a number. Throws
+  /// `ConfigError` for the names "loss" and "grad_norm", `DataError` for a tensor of several elements.
   void record(std::string_view name, const at::Tensor& sum, std::int64_t count) {
     records_.add(names_.intern(name), scalar(name, sum), static_cast<double>(count));
   }

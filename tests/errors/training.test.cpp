@@ -124,6 +124,24 @@ TEST_CASE("losses that are none") {
   });
 }
 
+TEST_CASE("a recorded value that has the name of one of Treadle's own") {
+  const auto batch = make_batch(4, 1);
+  std::string name;
+  const auto objective = [&](PlainNetImpl& net, const td::Batch& b, auto& step) {
+    step.record(name, 1.0, 1);
+    return td::mean_loss(net.forward(b.data), b.target);
+  };
+  td::Trainer trainer{make<PlainNet>(), objective, td::optim::AdamW{}};
+  for (const char* taken : {"loss", "grad_norm"}) {
+    name = taken;
+    const std::string says = "step.record(\"" + name + "\") has a name that Treadle reports itself";
+    for (int i = 0; i < 2; ++i) CHECK_SAYS(td::ConfigError, says, trainer.accumulate(batch));
+    CHECK_SAYS(td::ConfigError, says, trainer.evaluate(std::vector{batch}));
+  }
+  name = "my loss";
+  CHECK(trainer.accumulate(batch)->records.size() == 1);
+}
+
 TEST_CASE("batches that are none") {
   const auto good = make_batch(4, 1);
   check_usable<PlainNet>(td::policies(), [&](auto& trainer, Do&) {
