@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Faults that were found in use, each with the smallest scene that showed it.
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
 #include <torch/torch.h>
 
 #include <cmath>
 #include <memory>
+#include <new>
 #include <sstream>
 #include <vector>
 
@@ -516,4 +519,42 @@ TEST_CASE("Bf16Weights asks for what it can keep") {
                        doctest::Contains("keep_fp32 names parameter 'fc.bias', which is bfloat16 already"),
                        td::ConfigError);
   CHECK_THROWS_WITH_AS(make(torch::kHalf, {}), doctest::Contains("parameter 'fc.weight' is float16"), td::ConfigError);
+}
+
+namespace {
+
+/// The CPU's memory, which has run out for blocks of `refused` bytes.
+struct Scarce : c10::Allocator {
+  explicit Scarce(std::size_t refused) : refused(refused), real(c10::GetCPUAllocator()) { c10::SetCPUAllocator(this); }
+  Scarce(const Scarce&) = delete;
+  Scarce& operator=(const Scarce&) = delete;
+  ~Scarce() override { c10::SetCPUAllocator(real); }
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (bytes == refused) throw std::bad_alloc();
+    return real->allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return real->raw_deleter(); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { real->copy_data(to, from, bytes); }
+  std::size_t refused;
+  c10::Allocator* real;
+};
+
+}  // namespace
+
+TEST_CASE("an evaluation that finds no memory for the averages leaves the next one as it should be") {
+  const auto data = batches();
+  const td::averaging::ExponentialAverage half{.decay = 0.5};
+  Net net;
+  td::Trainer trainer{net, CrossEntropy{}, td::optim::Sgd{.learning_rate = 1.0}, td::policies(on_cpu, half)};
+  trainer.fit(data);
+  const auto averaged = trainer.evaluate(data)["loss"];
+  const auto before = net.fc->weight.detach().clone();
+  CHECK(averaged != trainer.evaluate(data, {.use_average = false})["loss"]);
+  {
+    const Scarce memory(3 * sizeof(float));  // what the copy of the bias takes
+    CHECK_THROWS_AS(trainer.evaluate(data), std::bad_alloc);
+  }
+  CHECK(net.fc->weight.detach().equal(before));
+  CHECK(trainer.evaluate(data)["loss"] == averaged);
+  CHECK(net.fc->weight.detach().equal(before));
 }

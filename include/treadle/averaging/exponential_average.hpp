@@ -73,10 +73,13 @@ struct ExponentialAverage {
     /// Writes the average into the weights, by value, so that every address stays; `use_weights` undoes it.
     void use_average() {
       const at::NoGradGuard no_grad;
-      if (depth_++ > 0) return;  // an evaluation within an evaluation
-      saved_.clear();
-      for (const auto& weight : weights_) saved_.push_back(weight.clone());
-      for (std::size_t i = 0; i < weights_.size(); ++i) weights_[i].copy_(averages_[i]);
+      if (depth_ == 0) {  // else an evaluation within an evaluation
+        std::vector<at::Tensor> saved;
+        for (const auto& weight : weights_) saved.push_back(weight.clone());  // what can run out of memory comes first
+        saved_ = std::move(saved);
+        for (std::size_t i = 0; i < weights_.size(); ++i) weights_[i].copy_(averages_[i]);
+      }
+      ++depth_;
     }
     void use_weights() {
       const at::NoGradGuard no_grad;
