@@ -91,22 +91,31 @@ struct Rows {
     else if constexpr (data_target<B>) {
       const std::int64_t data = length(batch.data);
       const std::int64_t target = length(batch.target);
-      if (data != target) [[unlikely]]
-        refuse_lengths(data, target);
+      if (data != target || data == 0) [[unlikely]]
+        check_lengths(batch.data, batch.target);
       return data;
     } else {
       std::int64_t count = 1;
       bool first = true;
+      bool any = false;
       ForEachTensor{}(batch, [&](const at::Tensor& tensor) {
         if (first && tensor.defined()) count = length(tensor);
         if (tensor.defined()) first = false;
+        any = true;
       });
+      if (any && first) [[unlikely]]
+        throw DataError("treadle: all tensors of a batch are undefined; let the loader fill at least one.");
       return count;
     }
   }
-  [[noreturn, gnu::cold]] static void refuse_lengths(std::int64_t data, std::int64_t target) {
-    throw DataError("treadle: a batch has " + std::to_string(data) + " rows of data but " + std::to_string(target) +
-                    " of target; both need the same first dimension.");
+  /// An undefined tensor has 0 rows, as an empty one has; the empty one is a batch without rows.
+  [[gnu::cold, gnu::noinline]] static void check_lengths(const at::Tensor& data, const at::Tensor& target) {
+    if (!data.defined() || !target.defined())
+      throw DataError(std::string("treadle: the ") + (data.defined() ? "target" : "data") +
+                      " of a batch is an undefined tensor; let the loader fill both, or use a batch type without it.");
+    if (length(data) != length(target))
+      throw DataError("treadle: a batch has " + std::to_string(length(data)) + " rows of data but " +
+                      std::to_string(length(target)) + " of target; both need the same first dimension.");
   }
   static std::int64_t length(const at::Tensor& tensor) {
     const auto sizes = tensor.unsafeGetTensorImpl()->sizes();  // spares a call that is not always inlined
@@ -131,8 +140,8 @@ void for_each_input(B& batch, F&& f) {
 }
 
 /// `rows(batch)`: the first dimension of its first defined tensor, 1 for a scalar. Throws `DataError` for a `{data,
-/// target}` whose tensors differ in it. A type changes it with a member or a free function `rows(batch)` in its
-/// namespace.
+/// target}` whose tensors differ in it, and for undefined tensors. A type changes it with a member or a free function
+/// `rows(batch)` in its namespace.
 inline constexpr detail::Rows rows{};
 
 /// Whether rows of `B` can be sliced: `{data, target}`, or a type with a member or a free function

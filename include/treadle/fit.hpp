@@ -59,6 +59,8 @@ class Fit {
       throw ConfigError("treadle::Trainer::fit: log_every and evaluate_every must be at least 1.");
     if (options.early_stop && options.early_stop->patience < 1)
       throw ConfigError("treadle::Trainer::fit: early_stop needs a patience of at least 1 epoch.");
+    if (options.early_stop && !(options.early_stop->min_delta >= 0 && std::isfinite(options.early_stop->min_delta)))
+      throw ConfigError("treadle::Trainer::fit: early_stop needs a min_delta that is finite and not negative.");
   }
 
   template <class Train, class Test>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every option value that a policy, a rule or a schedule refuses, and the values next to it that it takes.
+#include <cstdint>
 #include <functional>
 #include <limits>
 #include <string>
@@ -77,6 +78,14 @@ TEST_CASE("policies") {
       REFUSED("clipping::ClipValue: max_value must be positive and finite", ClipValue{.max_value = -1}),
       REFUSED("clipping::ClipValue: max_value must be positive and finite", ClipValue{.max_value = kInf}),
       REFUSED("clipping::ClipValue: max_value must be positive and finite", ClipValue{.max_value = kNaN}),
+      REFUSED("clipping::ClipValue: max_value must be positive and finite", ClipValue{.max_value = 1e300}),
+      REFUSED("clipping::ClipValue: max_value must be positive and finite", ClipValue{.max_value = 1e-300}),
+      ACCEPTED(ClipValue{.max_value = 3e38}),
+      ACCEPTED(td::TrainerOptions{.nominal_count = 1e15}),
+      REFUSED("TrainerOptions: nominal_count must be 0 or lie between", td::TrainerOptions{.nominal_count = -1}),
+      REFUSED("TrainerOptions: nominal_count must be 0 or lie between", td::TrainerOptions{.nominal_count = kInf}),
+      REFUSED("TrainerOptions: nominal_count must be 0 or lie between", td::TrainerOptions{.nominal_count = kNaN}),
+      REFUSED("TrainerOptions: nominal_count must be 0 or lie between", td::TrainerOptions{.nominal_count = 1e300}),
       ACCEPTED(ExponentialAverage{.decay = 0}),
       REFUSED("averaging::ExponentialAverage: decay must lie in [0, 1)", ExponentialAverage{.decay = 1}),
       REFUSED("averaging::ExponentialAverage: decay must lie in [0, 1)", ExponentialAverage{.decay = -0.1}),
@@ -137,6 +146,15 @@ TEST_CASE("schedules") {
       REFUSED("step: every must be at least 1 and gamma positive", s::step({.every = 0})),
       REFUSED("step: every must be at least 1 and gamma positive", s::step({.gamma = 0})),
       ACCEPTED(s::step({.gamma = 1.5})),
+      REFUSED("step: every must be at least 1 and gamma positive", s::step({.gamma = kInf})),
+      REFUSED("polynomial: power must be positive", s::polynomial({.power = kInf})),
+      REFUSED("one_cycle: initial_divisor and final_divisor must be at least 1", s::one_cycle({.final_divisor = kInf})),
+      REFUSED("table: every factor must be finite and not negative", s::table({1, kNaN})),
+      REFUSED("table: every factor must be finite and not negative", s::table({1, kInf, 1})),
+      REFUSED("table: every factor must be finite and not negative", s::table({-0.1})),
+      REFUSED("a schedule of 1000000000000000000 steps is too long", s::linear({.steps = 1'000'000'000'000'000'000})),
+      REFUSED("steps is too long", s::constant({.warmup = INT64_MAX})),
+      ACCEPTED(s::linear({.steps = 1'000'000'000})),
       REFUSED("one_cycle: rise must lie between 0 and 1", s::one_cycle({.rise = 0})),
       REFUSED("one_cycle: rise must lie between 0 and 1", s::one_cycle({.rise = 1})),
       REFUSED("one_cycle: initial_divisor and final_divisor must be at least 1",
@@ -154,6 +172,24 @@ TEST_CASE("schedules") {
       REFUSED("a warm-up of 3 steps does not fit into a run of 3", s::cosine({.steps = 3, .warmup = 3})),
       ACCEPTED(s::cosine({.steps = 4, .warmup = 3})),
   });
+}
+
+TEST_CASE("values that are given later") {
+  using namespace treadle_test;
+  CHECK_SAYS(td::ConfigError, "a schedule of 1000000000000000000 steps is too long",
+             td::schedule::cosine().tabulate(1'000'000'000'000'000'000));
+  td::Trainer trainer{make<PlainNet>(), CrossEntropy{}, td::optim::AdamW{}};
+  for (const double factor : {kNaN, kInf, -1.0})
+    CHECK_SAYS(td::ConfigError, "scale: the factor must be finite and not negative",
+               trainer.rule().rates().scale(factor));
+  CHECK_NOTHROW(trainer.rule().rates().scale(0));
+  const auto train = make_batches({4});
+  for (const double least : {kNaN, kInf, -1.0})
+    CHECK_SAYS(td::ConfigError, "early_stop needs a min_delta that is finite",
+               trainer.fit(train, {.early_stop = td::EarlyStop{.min_delta = least}}));
+  CHECK_SAYS(td::ConfigError, "nominal_count",
+             td::Trainer(make<PlainNet>(), CrossEntropy{}, td::optim::AdamW{}, td::policies(), td::observers(),
+                         td::TrainerOptions{.nominal_count = -5}));
 }
 
 TEST_CASE("the trainer asks before it touches the model") {

@@ -148,6 +148,42 @@ TEST_CASE("batches that are none") {
     CHECK_SAYS(td::DataError, "a batch has 4 rows of data but 3 of target",
                trainer.accumulate(td::Batch{good.data, good.target.narrow(0, 0, 3)}));
   });
+  // Undefined tensors have no rows, but are no batch without rows.
+  struct Pair {
+    at::Tensor left, right;
+  };
+  struct OfPair {
+    td::Loss operator()(PlainNetImpl& net, const Pair& pair) const {
+      return td::mean_loss(net.forward(pair.left), pair.right);
+    }
+  };
+  check_usable<PlainNet>(td::policies(), [&](auto& trainer, Do&) {
+    CHECK_SAYS(td::DataError, "the data of a batch is an undefined tensor", trainer.fit(std::vector<td::Batch>(3)));
+    CHECK_SAYS(td::DataError, "the data of a batch is an undefined tensor", trainer.accumulate(td::Batch{}));
+    CHECK_SAYS(td::DataError, "the data of a batch is an undefined tensor",
+               trainer.evaluate(std::vector<td::Batch>(3)));
+    CHECK_SAYS(td::DataError, "the target of a batch is an undefined tensor",
+               trainer.accumulate(td::Batch{good.data, {}}));
+  });
+  td::Trainer pairs{make<PlainNet>(), OfPair{}, td::optim::AdamW{}};
+  CHECK_SAYS(td::DataError, "all tensors of a batch are undefined", pairs.accumulate(Pair{}));
+  const td::Batch empty{good.data.narrow(0, 0, 0), good.target.narrow(0, 0, 0)};
+  check_usable<PlainNet>(td::policies(AccumulateOver{.batches = 2}), [&](auto& trainer, Do&) {
+    CHECK_FALSE(trainer.accumulate(empty));  // counts nothing, and is no mistake
+    trainer.reset_window();
+  });
+  for (const auto dtype : {at::kInt, at::kShort, at::kFloat, at::kBool}) {
+    CAPTURE(dtype);
+    check_usable<PlainNet>(td::policies(), [&](auto& trainer, Do&) {
+      CHECK_SAYS(td::DataError, std::string("mean_loss: target is of dtype ") + c10::toString(dtype),
+                 trainer.accumulate(td::Batch{good.data, good.target.to(dtype)}));
+    });
+    CHECK_SAYS(td::DataError, "pass target.to(at::kLong)",
+               td::mean_loss(at::randn({4, 5}), at::zeros({4}, dtype), {.ignore_index = -100}));
+  }
+  // What LibTorch finds wrong with the logits is its own error.
+  CHECK_THROWS_AS(td::mean_loss(at::randn({3, 5}), at::zeros({4}, at::kLong)), c10::Error);
+
   if (device().is_cpu())  // on CUDA it is a device-side assert, after which the process cannot go on
     check_usable<PlainNet>(td::policies(), [&](auto& trainer, Do&) {
       CHECK_SAYS(td::DataError, "a target class is out of range for logits of 5 classes",
@@ -209,7 +245,8 @@ TEST_CASE("a non-finite loss under Stop") {
     CHECK(error.step() == 1);
     CHECK(error.micro_batch() == 1);
     CHECK(is_sentence(error.what()));
-    CHECK(std::string(error.what()).starts_with("nonfinite::Stop: step 1 has a non-finite loss in micro-batch 1"));
+    CHECK(std::string(error.what())
+              .starts_with("nonfinite::Stop: step 1 has a non-finite loss in micro-batch 1 (counted from 0"));
   }
   CHECK(difference(everything(trainer), before) == "");
   CHECK_SAYS(td::NonFiniteError, "step 1 has a non-finite loss", trainer.fit(make_batches({4, 4})));

@@ -25,8 +25,9 @@ struct ClipValue {
 
   bool operator==(const ClipValue&) const = default;
   void check() const {
-    if (!(max_value > 0) || !std::isfinite(max_value))
-      throw ConfigError("clipping::ClipValue: max_value must be positive and finite, such as 1.0.");
+    const auto bound = static_cast<float>(max_value);  // as it is compared with gradients
+    if (!(bound > 0) || !std::isfinite(bound))
+      throw ConfigError("clipping::ClipValue: max_value must be positive and finite in fp32, such as 1.0.");
   }
 
   class State;

@@ -117,6 +117,7 @@ template <class Policies, class Rule>
 void prepare(const Policies& policies, const Rule& rule, const TrainerOptions& options) {
   policies.check();
   rule.check();
+  options.check();
   if (options.determinism) apply(*options.determinism);
 }
 

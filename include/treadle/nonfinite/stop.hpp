@@ -81,7 +81,8 @@ class Stop::State {
                              (micro_batch >= 0 ? " has a non-finite loss in micro-batch " + std::to_string(micro_batch)
                               : many_ranks_    ? " has a non-finite gradient, or another rank a non-finite loss"
                                                : std::string(" has a non-finite gradient")) +
-                             "; the weights are those from before it. Look at that batch, lower the learning rate, or "
+                             " (counted from 0 over the trainer's life); the weights are those from before it. Look at "
+                             "that batch, lower the learning rate, or "
                              "use nonfinite::Skip to go on without such steps.",
                          step, micro_batch);
   }

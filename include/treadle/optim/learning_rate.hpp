@@ -8,6 +8,7 @@
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/zeros.h>
 
+#include <cmath>
 #include <vector>
 
 #include "treadle/error.hpp"
@@ -66,8 +67,11 @@ class LearningRate {
   /// The rates of all groups: fp32 `[groups]`.
   at::Tensor rates() const { return rates_.select(0, 0); }
 
-  /// Multiplies every rate, now and for the rest of the schedule.
+  /// Multiplies every rate, now and for the rest of the schedule. Throws `ConfigError` for a factor that is negative or
+  /// not finite.
   void scale(double factor) {
+    if (!(factor >= 0) || !std::isfinite(factor))
+      throw ConfigError("optim::LearningRate::scale: the factor must be finite and not negative, such as 0.1.");
     for (auto& rate : base_rates_) rate *= factor;
     if (table_.defined()) table_.mul_(factor);
     rates_.mul_(factor);

@@ -2,6 +2,7 @@
 // Learning-rate schedules as values, tabulated on the host once. No torch here.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <numbers>
@@ -56,15 +57,22 @@ struct Schedule {
   void check() const {
     const auto refuse = [](const std::string& why) { throw ConfigError("treadle::schedule: " + why); };
     if (steps < 0 || warmup < 0) refuse("steps and warmup must not be negative.");
+    if (steps > most_steps || warmup > most_steps) refuse_length(std::max(steps, warmup));
     if (!(floor >= 0 && floor <= 1)) refuse("floor must lie in [0, 1]; it is a factor on the learning rate.");
-    if (kind == Kind::Polynomial && !(power > 0)) refuse("polynomial: power must be positive.");
-    if (kind == Kind::Step && (every < 1 || !(gamma > 0))) refuse("step: every must be at least 1 and gamma positive.");
+    if (kind == Kind::Polynomial && !(power > 0 && std::isfinite(power)))
+      refuse("polynomial: power must be positive and finite.");
+    if (kind == Kind::Step && (every < 1 || !(gamma > 0 && std::isfinite(gamma))))
+      refuse("step: every must be at least 1 and gamma positive and finite.");
     if (kind == Kind::OneCycle && !(rise > 0 && rise < 1)) refuse("one_cycle: rise must lie between 0 and 1.");
-    if (kind == Kind::OneCycle && !(initial_divisor >= 1 && final_divisor >= 1))
-      refuse("one_cycle: initial_divisor and final_divisor must be at least 1.");
+    if (kind == Kind::OneCycle &&
+        !(initial_divisor >= 1 && final_divisor >= 1 && std::isfinite(initial_divisor) && std::isfinite(final_divisor)))
+      refuse("one_cycle: initial_divisor and final_divisor must be at least 1 and finite.");
     if (kind == Kind::WarmupStableDecay && !(rise > 0 && rise <= 1))
       refuse("warmup_stable_decay: decay must lie in (0, 1]; it is the share of the run spent decaying.");
     if (kind == Kind::Table && table.empty()) refuse("table: give at least one factor.");
+    for (const double one : table)
+      if (kind == Kind::Table && !(one >= 0 && std::isfinite(one)))
+        refuse("table: every factor must be finite and not negative.");
     if (kind == Kind::Chain) {
       if (parts.empty()) refuse("chain: give at least one schedule.");
       for (std::size_t i = 0; i < parts.size(); ++i) {
@@ -94,6 +102,7 @@ struct Schedule {
           "treadle::schedule: a decaying schedule needs to know its length; set its steps, or use fit with "
           "epochs and a loader of known size, or max_steps.");
     if (kind == Kind::Constant && horizon <= 0) horizon = warmup + 1;
+    if (horizon > most_steps + 1) refuse_length(horizon);
     if (warmup >= horizon && warmup > 0 && !(kind == Kind::Constant && run_steps <= 0 && steps == 0))
       refuse_warmup(horizon);
     std::vector<double> factors(static_cast<std::size_t>(horizon) + 1);
@@ -102,6 +111,12 @@ struct Schedule {
   }
 
  private:
+  static constexpr std::int64_t most_steps = 1'000'000'000;  // 12 GB of factors while the table is made
+
+  [[noreturn]] static void refuse_length(std::int64_t length) {
+    throw ConfigError("treadle::schedule: a schedule of " + std::to_string(length) +
+                      " steps is too long, because it is tabulated; steps and warmup can be at most 1000000000.");
+  }
   [[noreturn]] void refuse_warmup(std::int64_t horizon) const {
     throw ConfigError("treadle::schedule: a warm-up of " + std::to_string(warmup) +
                       " steps does not fit into a run of " + std::to_string(horizon) +
