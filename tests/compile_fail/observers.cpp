@@ -20,9 +20,9 @@ struct Every {
   void on_fit_end(const td::FitResult&) {}
 };
 struct Loose {
-  void on_log(LogEvent) {}                    // by value
-  int on_epoch(const auto&) { return 1; }     // generic
-  void on_step(const StepEvent&, int = 0) {}  // with a default
+  void on_log(LogEvent) {}                     // by value
+  bool on_epoch(const auto&) { return true; }  // generic
+  void on_step(const StepEvent&, int = 0) {}   // with a default
 };
 inline auto a = checked<Every> + checked<Loose>;
 #elif CASE == 1
@@ -69,7 +69,7 @@ struct A {
   void on_log(const LogEvent&) {}
 };
 inline auto a = checked<A>;
-// expect: treadle::observers: on_log has the wrong signature
+// expect: treadle::observers: on_log has the wrong signature or is not public; it is public and void on_log(const
 class B {
   void on_log(const LogEvent&) {}
 
@@ -95,4 +95,24 @@ struct Bad {
   void on_fit_end() {}
 };
 inline auto set = td::observers(Good{}, Bad{});
+#elif CASE == 4
+// expect: treadle::observers: a hook returns neither void nor bool
+struct Counts {
+  int on_log(const LogEvent&) { return 0; }
+  void on_step(const StepEvent&) {}
+};
+inline auto a = checked<Counts>;
+#elif CASE == 5
+// expect: treadle::observers: a hook returns neither void nor bool
+struct Points {
+  Points* on_fit_end(const auto&) { return this; }
+};
+inline auto a = checked<Points>;
+#elif CASE == 6
+// expect: treadle::observers: a hook returns neither void nor bool
+struct Refers {
+  bool good = true;
+  const bool& on_epoch(const EpochEvent&) { return good; }
+};
+inline auto a = checked<Refers>;
 #endif

@@ -5,11 +5,13 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -18,6 +20,7 @@
 #include <initializer_list>
 #include <limits>
 #include <optional>
+#include <regex>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -142,7 +145,7 @@ EpochEvent epoch_event(std::int64_t epoch, std::int64_t step, td::Metrics train,
 void make_steps(ProgressBar& bar, std::int64_t epoch, std::int64_t count, std::int64_t before) {
   const td::StepResult result{};
   for (std::int64_t i = 0; i < count; ++i)
-    bar.on_step({.result = result, .epoch = epoch, .step_in_epoch = i, .step = before + i + 1});
+    bar.on_step({.result = result, .epoch = epoch, .step_in_epoch = i + 1, .step = before + i + 1});
 }
 
 std::string config_error(const std::function<void()>& f) {
@@ -255,8 +258,8 @@ TEST_CASE("ProgressBar writes a line an epoch where there is no terminal") {
   }
   close(file);
   CHECK(read(folder.path / "out") ==
-        "epoch  1/12  loss 0.5000  accuracy 0.8000  |  test loss 0.6250  |  12.3 s  5.12k rows/s\n"
-        "epoch  2/12  loss 0.5000  accuracy 0.8000  |  test loss 0.6250  |  12.3 s  5.12k rows/s\n");
+        "epoch  1/12  loss 0.5000  accuracy 0.8000  |  test loss 0.6250  |  12.3 s  5.12k train rows/s\n"
+        "epoch  2/12  loss 0.5000  accuracy 0.8000  |  test loss 0.6250  |  12.3 s  5.12k train rows/s\n");
 }
 
 TEST_CASE("ProgressBar redraws one line on a terminal") {
@@ -364,13 +367,15 @@ TEST_CASE("MetricsFile writes CSV that stays a table when metrics come late") {
     write_hard_rows(file);
     CHECK(lines(read(path)).size() == 5);  // each row is there at once, not only at the end
   }
+  // An epoch's row goes by the clock of the log points, so a moment after the last one.
+  const auto content = std::regex_replace(read(path), std::regex("(epoch,1,100,1[.]5)0*[0-9]*"), "$1");
   CHECK(
-      read(path) ==
+      content ==
       "event,epoch,step,seconds,learning_rate,skipped,steps_per_second,rows_per_second,data_wait,loss,step_,loss_scale,"
       "\"a, \"\"b\"\"\",test_loss,test_loss_,test_late\n"
       "log,1,50,1.5,0.001,0,84.2,10777,0,0.1,7,,,,,\n"
       "log,1,100,1.5,0.001,0,84.2,10777,0,nan,,65536,inf,3,,\n"
-      "epoch,1,100,12.3,,,,5120,0,-inf,,,,3,0.25,1\n"
+      "epoch,1,100,1.5,0.001,0,,5120,0,-inf,,,,3,0.25,1\n"
       "log,2,150,1.5,0.001,0,84.2,10777,0,0.05,,,,,,\n");
   CHECK(!fs::exists(path.string() + ".tmp"));
   if (has_python())
@@ -431,9 +436,10 @@ TEST_CASE("MetricsFile writes JSON lines") {
   }
   const auto rows = lines(read(path));
   REQUIRE(rows.size() == 5);
-  CHECK(rows[2] ==
-        "{\"event\": \"epoch\", \"epoch\": 1, \"step\": 100, \"seconds\": 12.3, \"rows_per_second\": 5120, "
-        "\"data_wait\": 0, \"loss\": null, \"test_loss\": 3, \"test_loss_\": 0.25, \"test_late\": 1}");
+  CHECK(std::regex_replace(rows[2], std::regex("(\"seconds\": 1[.]5)0*[0-9]*"), "$1") ==
+        "{\"event\": \"epoch\", \"epoch\": 1, \"step\": 100, \"seconds\": 1.5, \"learning_rate\": 0.001, "
+        "\"skipped\": 0, \"rows_per_second\": 5120, \"data_wait\": 0, \"loss\": null, \"test_loss\": 3, "
+        "\"test_loss_\": 0.25, \"test_late\": 1}");
   if (has_python())
     CHECK(python("import json, sys\n"
                  "def refuse(name): raise ValueError(name)\n"
@@ -472,6 +478,96 @@ TEST_CASE("a disk that fills up is a warning, once") {
   CHECK(has(warnings[0], "full.jsonl'; training goes on"));
 }
 
+TEST_CASE("rows go on once a full disk has room again") {
+  const Folder folder;
+  const auto path = folder.path / "metrics.csv";
+  const auto before = std::signal(SIGXFSZ, SIG_IGN);
+  rlimit whole{};
+  getrlimit(RLIMIT_FSIZE, &whole);
+  const auto limit = [&](rlim_t bytes) {
+    const rlimit now{.rlim_cur = std::min(bytes, whole.rlim_max), .rlim_max = whole.rlim_max};
+    setrlimit(RLIMIT_FSIZE, &now);
+  };
+  Capture capture;
+  MetricsFile file{path};
+  limit(20);  // not even the header
+  file.on_fit_begin({});
+  file.on_log(log_event(0, 1, metrics({{"loss", 1}})));
+  limit(170);  // the header and one row
+  for (int step = 2; step <= 6; ++step) file.on_log(log_event(0, step, metrics({{"loss", 1.0 / step}})));
+  file.on_log(log_event(0, 7, metrics({{"loss", 7}, {"late", 7}})));  // no room for another column
+  limit(RLIM_INFINITY);
+  file.on_log(log_event(0, 8, metrics({{"loss", 8}})));
+  file.on_log(log_event(0, 9, metrics({{"loss", 9}, {"late", 9}})));
+  std::signal(SIGXFSZ, before);
+  const auto rows = lines(read(path));
+  REQUIRE(rows.size() >= 4);
+  CHECK(rows.front().ends_with(",loss,late"));
+  CHECK(rows.back() == "log,1,9,1.5,0.001,0,84.2,10777,0,9,9");
+  CHECK(rows[rows.size() - 2] == "log,1,8,1.5,0.001,0,84.2,10777,0,8,");
+  CHECK(rows.size() < 9);
+  for (const auto& row : rows) CHECK(std::ranges::count(row, ',') == 10);
+  CHECK(capture.of(td::Severity::Warning).size() == 1);
+}
+
+TEST_CASE("results of an earlier run stay until there are new ones") {
+  const Folder folder;
+  const auto csv = folder.path / "metrics.csv", svg = folder.path / "curve.svg";
+  const auto begin_and_end = [&](bool step) {
+    MetricsFile file{csv};
+    Curve curve{svg};
+    file.on_fit_begin({});
+    curve.on_fit_begin({});
+    if (step) {
+      file.on_log(log_event(0, 1, metrics({{"loss", 1}})));
+      curve.on_log(log_event(0, 1, metrics({{"loss", 1}})));
+    }
+    curve.on_fit_end({});
+  };
+  begin_and_end(false);
+  CHECK_FALSE(fs::exists(csv));
+  CHECK_FALSE(fs::exists(svg));
+  std::ofstream(csv) << "old";
+  std::ofstream(svg) << "old";
+  begin_and_end(false);
+  CHECK(read(csv) == "old");
+  CHECK(read(svg) == "old");
+  begin_and_end(true);
+  CHECK(lines(read(csv)).size() == 2);
+  CHECK(has(read(svg), "</svg>"));
+}
+
+TEST_CASE("names that differ in a control character alone are two columns") {
+  const Folder folder;
+  const auto path = folder.path / "metrics.csv";
+  for (int run = 0; run < 2; ++run) {
+    MetricsFile file{path, {.append = true}};
+    file.on_fit_begin({});
+    file.on_log(log_event(0, 1, metrics({{"a\nb", 1}, {"a b", 2}, {"a\\nb", 3}, {"a\u0001b", 4}})));
+    file.on_log(log_event(0, 2, metrics({{"a b", 2}})));
+  }
+  const auto rows = lines(read(path));
+  REQUIRE(rows.size() == 5);  // the second run found its columns
+  CHECK(rows[0].ends_with(",data_wait,a\\nb,\"a b\",a\\\\nb,a\\u0001b"));
+  CHECK(rows[1].ends_with(",0,1,2,3,4"));
+  CHECK(rows[4].ends_with(",0,,2,,"));
+}
+
+TEST_CASE("the seconds of a metrics file never go back") {
+  const Folder folder;
+  MetricsFile file{folder.path / "metrics.csv"};
+  file.on_fit_begin({});
+  auto log = log_event(0, 10, metrics({{"loss", 1}}));
+  log.seconds = 20;  // the epoch took 12.3 of them, an observer before it the rest
+  file.on_log(log);
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  file.on_epoch(epoch_event(0, 10, metrics({{"loss", 1}})));
+  const auto row = lines(read(folder.path / "metrics.csv")).back();
+  const double seconds = std::stod(row.substr(row.find(",10,") + 4));
+  CHECK(seconds >= 20.03);
+  CHECK(seconds < 25);
+}
+
 TEST_CASE("Table shows epochs, the reason to stop and the last test metrics") {
   td::FitResult result{.epochs = 2, .steps = 938, .seconds = 24.6};
   result.history.push_back(epoch_event(0, 469, metrics({{"loss", 0.5}, {"accuracy", 0.8}})));
@@ -481,10 +577,10 @@ TEST_CASE("Table shows epochs, the reason to stop and the last test metrics") {
   Table{}.on_fit_end(result);
   REQUIRE(capture.texts.size() == 1);
   CHECK(capture.texts[0].second ==
-        "epoch  train loss  train accuracy  test loss  test accuracy    time  rows/s\n"
-        "-----  ----------  --------------  ---------  -------------  ------  ------\n"
-        "    1      0.5000          0.8000          -              -  12.3 s   5.12k\n"
-        "    2      0.2500          0.9000     0.2600         0.9163  12.3 s   5.12k\n"
+        "epoch  train loss  train accuracy  test loss  test accuracy  epoch time  train rows/s\n"
+        "-----  ----------  --------------  ---------  -------------  ----------  ------------\n"
+        "    1      0.5000          0.8000          -              -      12.3 s         5.12k\n"
+        "    2      0.2500          0.9000     0.2600         0.9163      12.3 s         5.12k\n"
         "finished: 2 epochs, 938 steps in 24.6 s\n"
         "test loss: 0.2600\n"
         "test accuracy: 0.9163");
@@ -574,7 +670,60 @@ TEST_CASE("Curve draws a panel a metric as well-formed SVG, and survives every v
   CHECK(has(picture, ">400</text>"));
   for (int i = 0; i < 9; ++i) curve.on_log(log_event(0, 20, metrics({{std::to_string(i).c_str(), 1.0}})));
   CHECK(count(curve.svg(), "class=\"title\"") == 4);
+  CHECK(has(picture, "class=\"bad\""));
   CHECK(has(Curve{path}.svg(), "</svg>"));
+}
+
+TEST_CASE("Curve shows where values are missing, whole steps, and no text over another or over the edge") {
+  const Folder folder;
+  Curve curve{folder.path / "curve.svg"};
+  curve.on_fit_begin({});
+  const std::string name = "a name that is much longer than the room beside the legend: of the encoder";
+  for (int step = 1; step <= 4; ++step) {
+    td::Metrics values =
+        metrics({{"loss", step < 3 ? 1e-7 * step : nan_value}, {"once", step == 4 ? nan_value : -1.5e12}});
+    values.set(name, 9e-8);
+    curve.on_log(log_event(0, step, values));
+  }
+  curve.on_epoch(epoch_event(0, 4, metrics({{"loss", 1}}), metrics({{"once", -1.5e12}, {"loss", nan_value}})));
+  curve.on_fit_begin({});
+  curve.on_epoch(epoch_event(0, 2, {}));  // every step was skipped: there is no value at all
+  curve.on_fit_end({});
+  const auto picture = read(folder.path / "curve.svg");
+
+  // What is drawn as text: begin, end and height, at a width that the widest usual fonts stay below.
+  struct Drawn {
+    double begin, end, y;
+    std::string text;
+  };
+  std::vector<Drawn> drawn;
+  const std::regex text("<text x=\"([^\"]*)\" y=\"([^\"]*)\" ([^>]*)>(<title>[^<]*</title>)?([^<]*)</text>");
+  for (std::sregex_iterator it(picture.begin(), picture.end(), text), end; it != end; ++it) {
+    const double x = std::stod((*it)[1]);
+    const std::string style = (*it)[3];
+    const double each = has(style, "title") ? 8.7 : has(style, "end-") || has(style, "bad") ? 8.2 : 7.5;
+    const double width = each * static_cast<double>(td::detail::text_width((*it)[5].str()));
+    const double begin = has(style, "\"end\"") ? x - width : has(style, "\"middle\"") ? x - width / 2 : x;
+    drawn.push_back({begin, begin + width, std::stod((*it)[2]), (*it)[5]});
+  }
+  CHECK(drawn.size() > 30);
+  for (const auto& a : drawn) {
+    INFO("text: " << a.text);
+    const double panel = a.begin + 0.01 < 420 ? 0 : 420;
+    CHECK(a.begin >= panel);
+    CHECK(a.end <= panel + 420);
+    for (const auto& b : drawn)
+      if (&a != &b && std::abs(a.y - b.y) < 10) CHECK((a.end <= b.begin || b.end <= a.begin));
+  }
+  const auto times = [&](const std::string& wanted) {
+    return std::ranges::count_if(drawn, [&](const Drawn& d) { return d.text == wanted; });
+  };
+  for (const char* step : {"0", "2", "4", "6"}) CHECK(times(step) == 3);  // the fit after the first ends at step 6
+  CHECK(times("0.5") == 0);
+  CHECK(times("not finite") == 2);  // in the two panels that have a mark
+  CHECK(has(picture, "<title>" + name + "</title>a name"));
+  CHECK(has(picture, "e encoder</text>"));
+  CHECK(has(picture, "h0"));  // a value between two gaps is a dot
 }
 
 TEST_CASE("all of them are observers") {

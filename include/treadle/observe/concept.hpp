@@ -77,26 +77,57 @@ concept takes_fit_end = requires(T& t, const FitResult& result) {
   t.on_fit_end(result);
 };
 
-/// Checks one observer type; every member that is named like a hook must be callable as one.
+template <class Result>
+concept hook_result = std::is_void_v<Result> || std::same_as<Result, bool>;
+/// Whether each hook that T has returns what a hook may.
+template <class T>
+concept gives_good_results = (!takes_fit_begin<T> ||
+                              requires(T & t, const RunInfo& info) {
+                                { t.on_fit_begin(info) } -> hook_result;
+                              }) &&
+                             (!takes_step<T> ||
+                              requires(T & t, const StepEvent& event) {
+                                { t.on_step(event) } -> hook_result;
+                              }) &&
+                             (!takes_log<T> ||
+                              requires(T & t, const LogEvent& event) {
+                                { t.on_log(event) } -> hook_result;
+                              }) &&
+                             (!takes_epoch<T> ||
+                              requires(T & t, const EpochEvent& event) {
+                                { t.on_epoch(event) } -> hook_result;
+                              }) &&
+                             (!takes_fit_end<T> || requires(T & t, const FitResult& result) {
+                               { t.on_fit_end(result) } -> hook_result;
+                             });
+
+/// Checks one observer type: every member that is named like a hook must be callable as one.
 template <class T>
 struct check_observer {
   static_assert(std::is_class_v<T> && !std::is_final_v<T>,
                 "treadle::observers: an observer must be a class that is not final; its hooks are looked up by name.");
   static_assert(!named_fit_begin<T>::value || takes_fit_begin<T>,
-                "treadle::observers: on_fit_begin has the wrong signature; it is void on_fit_begin(const "
-                "treadle::observe::RunInfo&).");
-  static_assert(!named_step<T>::value || takes_step<T>,
-                "treadle::observers: on_step has the wrong signature; it is void on_step(const "
-                "treadle::observe::StepEvent&).");
-  static_assert(!named_log<T>::value || takes_log<T>,
-                "treadle::observers: on_log has the wrong signature; it is void on_log(const "
-                "treadle::observe::LogEvent&), or bool to ask fit to go on (true) or stop (false).");
-  static_assert(!named_epoch<T>::value || takes_epoch<T>,
-                "treadle::observers: on_epoch has the wrong signature; it is void on_epoch(const "
-                "treadle::observe::EpochEvent&), or bool to ask fit to go on (true) or stop (false).");
-  static_assert(!named_fit_end<T>::value || takes_fit_end<T>,
-                "treadle::observers: on_fit_end has the wrong signature; it is void on_fit_end(const "
-                "treadle::FitResult&).");
+                "treadle::observers: on_fit_begin has the wrong signature or is not public; it is public and void "
+                "on_fit_begin(const treadle::observe::RunInfo&), or bool to ask fit to go on (true) or stop (false).");
+  static_assert(
+      !named_step<T>::value || takes_step<T>,
+      "treadle::observers: on_step has the wrong signature or is not public; it is public and void on_step(const "
+      "treadle::observe::StepEvent&), or bool to ask fit to go on (true) or stop (false).");
+  static_assert(
+      !named_log<T>::value || takes_log<T>,
+      "treadle::observers: on_log has the wrong signature or is not public; it is public and void on_log(const "
+      "treadle::observe::LogEvent&), or bool to ask fit to go on (true) or stop (false).");
+  static_assert(
+      !named_epoch<T>::value || takes_epoch<T>,
+      "treadle::observers: on_epoch has the wrong signature or is not public; it is public and void on_epoch(const "
+      "treadle::observe::EpochEvent&), or bool to ask fit to go on (true) or stop (false).");
+  static_assert(
+      !named_fit_end<T>::value || takes_fit_end<T>,
+      "treadle::observers: on_fit_end has the wrong signature or is not public; it is public and void on_fit_end(const "
+      "treadle::FitResult&).");
+  static_assert(gives_good_results<T>,
+                "treadle::observers: a hook returns neither void nor bool; return bool to ask fit to go on (true) or "
+                "stop (false), else void.");
   static_assert(takes_fit_begin<T> || takes_step<T> || takes_log<T> || takes_epoch<T> || takes_fit_end<T>,
                 "treadle::observers: a type without any hook; an observer has at least one of on_fit_begin, on_step, "
                 "on_log, on_epoch, on_fit_end.");
@@ -182,7 +213,7 @@ class Set {
  private:
   template <class Call>
   static bool go_on(Call&& call) {
-    if constexpr (std::convertible_to<decltype(call()), bool>)
+    if constexpr (std::is_same_v<decltype(call()), bool>)
       return call();
     else {
       call();

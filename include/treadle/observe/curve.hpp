@@ -25,11 +25,12 @@ struct CurveOptions {
 };
 
 /// Draws the metrics over the steps as a small SVG picture, a panel each: train at the log points, test after each
-/// epoch.
+/// epoch. Values that are not finite are gaps, marked red on the axis of steps.
 ///
-/// The file is replaced in one piece after each epoch and at the end, and suits light and dark pages. A second `fit` of
-/// the same trainer goes on to the right. Throws `ConfigError` for another extension than .svg and, when `fit` begins,
-/// for a file that cannot be written; if writing fails later, it warns once and training goes on.
+/// The file is replaced in one piece after each epoch and at the end, and suits light and dark pages; until then an
+/// earlier picture stays. A second `fit` of the same trainer goes on to the right. Throws `ConfigError` for another
+/// extension than .svg and, when `fit` begins, for a file that cannot be written; if writing fails later, it warns once
+/// and training goes on.
 class Curve {
  public:
   explicit Curve(std::filesystem::path path, CurveOptions options = {}) : path_(std::move(path)), options_(options) {
@@ -47,12 +48,15 @@ class Curve {
     add(event.step, event.metrics, &treadle::detail::Panel::train);
   }
   void on_epoch(const EpochEvent& event) {
+    steps_ = event.step;  // also where nothing was counted, as in an epoch whose steps were all skipped
     // An epoch too short for a log point is a point itself.
     if (!std::exchange(logged_, false)) add(event.step, event.train, &treadle::detail::Panel::train);
     if (event.test) add(event.step, *event.test, &treadle::detail::Panel::test);
     write();
   }
-  void on_fit_end(const FitResult&) { write(); }
+  void on_fit_end(const FitResult&) {
+    if (before_ + steps_ > 0) write();  // nothing to show must not replace an earlier picture
+  }
 
   /// The picture as SVG text.
   std::string svg() const {
@@ -70,7 +74,7 @@ class Curve {
     out.append("<rect class=\"page\" width=\"100%\" height=\"100%\" rx=\"6\"/>\n");
     for (std::size_t i = 0; i < count; ++i)
       out += SvgPanel(panels_[i], SvgPanel::width * static_cast<double>(i % 2),
-                      SvgPanel::height * static_cast<double>(i / 2))
+                      SvgPanel::height * static_cast<double>(i / 2), static_cast<double>(before_ + steps_))
                  .svg();
     return out + "</svg>\n";
   }

@@ -26,6 +26,26 @@ inline std::string csv_field(std::string_view text) {
   return quoted ? '"' + field + '"' : field;
 }
 
+/// `text` on one line: control characters and backslashes as in JSON, so that different texts stay different.
+inline std::string one_line(std::string_view text) {
+  static constexpr std::string_view hex = "0123456789abcdef";
+  std::string name;
+  for (const char c : text) {
+    const auto code = static_cast<unsigned char>(c);
+    if (c == '\\')
+      name += "\\\\";
+    else if (c == '\n')
+      name += "\\n";
+    else if (c == '\t')
+      name += "\\t";
+    else if (code < 0x20)
+      (name += "\\u00") += {hex[code / 16], hex[code % 16]};
+    else
+      name += c;
+  }
+  return name;
+}
+
 /// The fields of one CSV line; nothing if its quotes do not match up.
 inline std::optional<std::vector<std::string>> csv_split(std::string_view line) {
   std::vector<std::string> fields(1);
@@ -53,21 +73,8 @@ inline std::optional<std::vector<std::string>> csv_split(std::string_view line) 
 
 /// `text` as a JSON string, quotes included.
 inline std::string json_string(std::string_view text) {
-  static constexpr std::string_view hex = "0123456789abcdef";
   std::string out = "\"";
-  for (const char c : text) {
-    const auto code = static_cast<unsigned char>(c);
-    if (c == '"' || c == '\\')
-      out += {'\\', c};
-    else if (c == '\n')
-      out += "\\n";
-    else if (c == '\t')
-      out += "\\t";
-    else if (code < 0x20)
-      (out += "\\u00") += {hex[code / 16], hex[code % 16]};
-    else
-      out += c;
-  }
+  for (const char c : one_line(text)) (out += c == '"' ? "\\" : "") += c;
   return out += '"';
 }
 

@@ -2,13 +2,14 @@
 #pragma once
 
 #include <algorithm>
-#include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -33,11 +34,12 @@ struct MetricsFileOptions {
 /// Columns: `event` ("log" or "epoch"), `epoch` (from 1), `step`, `seconds` since fit began, rates, and the metrics by
 /// name: means since the last log point, or over the epoch; those of the evaluation are `test_<name>`. A metric that
 /// appears late gets a new last column: the CSV file is then replaced in one piece by one in which every row has it.
-/// Each row is flushed. NaN and infinities are `nan`, `inf`, `-inf` in CSV and `null` in JSON, which cannot write them.
-/// A second `fit` of the same trainer goes on in the file.
+/// Each row is flushed. NaN and infinities are `nan`, `inf`, `-inf` in CSV and `null` in JSON, which cannot write them;
+/// control characters of a name are written as in JSON. An earlier file stays until the first row replaces it. A second
+/// `fit` of the same trainer goes on in the file.
 ///
 /// Throws `ConfigError` for another extension and, when `fit` begins, for a file that cannot be written or continued.
-/// If writing fails later (a full disk, say), it warns once and training goes on.
+/// If writing fails later (a full disk, say), it warns once, training goes on, and so do the rows once there is room.
 class MetricsFile {
  public:
   explicit MetricsFile(std::filesystem::path path, MetricsFileOptions options = {})
@@ -48,21 +50,22 @@ class MetricsFile {
   }
 
   void on_fit_begin(const RunInfo&) {
-    seconds_ = 0;
-    if (file_.is_open()) return;
+    last_ = {};
+    told_ = Clock::now();
+    if (begun_) return;
     treadle::detail::require_writable(who, path_);
     if (csv_ && !treadle::detail::is_replaceable(path_))
       throw ConfigError(std::string(who) + ": '" + path_.string() +
                         "' is not a regular file, and a CSV file may have to be rewritten; use a .jsonl file there.");
     if (append_) continue_file();
-    open(append_ ? std::ios::app : std::ios::trunc);
-    if (!file_.is_open()) treadle::detail::refuse_output(who, path_, errno);
+    begun_ = true;
   }
 
   void on_log(const LogEvent& event) {
     Row row = start("log", event.epoch, event.step, event.seconds);
-    row.number("learning_rate", event.learning_rate);
-    row.number("skipped", static_cast<double>(event.skipped));
+    last_ = event;
+    told_ = Clock::now();
+    steps(row);
     row.number("steps_per_second", event.steps_per_second);
     row.number("rows_per_second", event.rows_per_second);
     row.number("data_wait", event.data_wait);
@@ -72,8 +75,10 @@ class MetricsFile {
   }
 
   void on_epoch(const EpochEvent& event) {
-    seconds_ += event.seconds;
-    Row row = start("epoch", event.epoch, event.step, seconds_);
+    // One clock for all rows: the one of the log points, and what has passed since the last of them.
+    const double passed = std::chrono::duration<double>(Clock::now() - told_).count();
+    Row row = start("epoch", event.epoch, event.step, last_.seconds + passed);
+    if (last_.step > 0) steps(row);  // an epoch's last step is a log point
     row.number("rows_per_second", event.rows_per_second);
     row.number("data_wait", event.data_wait);
     row.metrics("", event.train);
@@ -83,6 +88,7 @@ class MetricsFile {
 
  private:
   using Row = treadle::detail::MetricsRow;
+  using Clock = std::chrono::steady_clock;
   static constexpr std::string_view who = "observe::MetricsFile";
 
   static Row start(std::string_view event, std::int64_t epoch, std::int64_t step, double seconds) {
@@ -93,9 +99,10 @@ class MetricsFile {
     return row;
   }
 
-  void open(std::ios::openmode mode) {
-    errno = 0;
-    file_.open(path_, std::ios::binary | std::ios::out | mode);
+  /// What a log point says of the steps up to it.
+  void steps(Row& row) const {
+    row.number("learning_rate", last_.learning_rate);
+    row.number("skipped", static_cast<double>(last_.skipped));
   }
 
   std::string read() const {
@@ -123,43 +130,73 @@ class MetricsFile {
   }
 
   void write(const Row& row) {
-    if (csv_) add_columns(row);
-    file_ << (csv_ ? row.csv(columns_) : row.json()) << '\n' << std::flush;
-    if (!file_) fail("writing failed");
+    if (!file_.is_open() && !open()) return fail("writing failed");
+    std::vector<std::string> columns = columns_;
+    std::string text;
+    if (csv_) {
+      columns = columns_with(row);
+      if (columns_.empty()) text = treadle::detail::csv_header(columns) + '\n';
+    }
+    text += (csv_ ? row.csv(columns) : row.json()) + '\n';
+    file_ << text << std::flush;
+    if (!file_) return drop_half_row();
+    size_ += text.size();
+    columns_ = std::move(columns);
   }
 
-  void add_columns(const Row& row) {
+  /// Opens the file for its first row, or again after a failure; only the first row replaces what it held.
+  bool open() {
+    file_.open(path_, std::ios::binary | std::ios::out | (append_ || opened_ ? std::ios::app : std::ios::trunc));
+    if (!file_.is_open()) return false;
+    std::error_code none;
+    const auto size = std::filesystem::file_size(path_, none);
+    size_ = none ? 0 : size;
+    return opened_ = true;
+  }
+
+  /// The columns of the file, with those that `row` adds; without them if the file cannot be widened now.
+  std::vector<std::string> columns_with(const Row& row) {
     std::vector<std::string> columns = columns_;
     for (const auto& cell : row.cells())
       if (std::ranges::find(columns, cell.column) == columns.end()) columns.push_back(cell.column);
-    if (columns.size() == columns_.size() || frozen_) return;
-    file_.flush();
-    if (columns_.empty()) {
-      file_ << treadle::detail::csv_header(columns) << '\n';
-    } else if (treadle::detail::replace_file(path_, treadle::detail::csv_widen(read(), columns, columns_.size()))) {
-      file_.close();
-      open(std::ios::app);
-    } else {
-      frozen_ = true;  // keep the columns that the file has, rather than a file that no reader takes
-      return fail("the columns of new metrics could not be added");
+    if (columns_.empty() || columns.size() == columns_.size()) return columns;
+    const auto wide = treadle::detail::csv_widen(read(), columns, columns_.size());
+    if (!treadle::detail::replace_file(path_, wide)) {
+      fail("the columns of new metrics could not be added");
+      return columns_;
     }
-    columns_ = std::move(columns);
+    columns_ = columns;
+    file_.close();
+    open();
+    return columns;
+  }
+
+  /// After a failure the file ends with its last whole row, so that the next one can follow.
+  void drop_half_row() {
+    file_.close();
+    file_.clear();
+    std::error_code ignored;
+    if (treadle::detail::is_replaceable(path_)) std::filesystem::resize_file(path_, size_, ignored);
+    fail("writing failed");
   }
 
   void fail(std::string_view what) {
     if (!std::exchange(warned_, true))
       warn(std::string(who) + ": " + std::string(what) + " in '" + path_.string() +
-           "'; training goes on, and rows of the file may be missing or incomplete.");
+           "'; training goes on, and rows or columns of the file may be missing.");
   }
 
   std::filesystem::path path_;
   bool append_;
   bool csv_;
   bool warned_ = false;
-  bool frozen_ = false;
+  bool begun_ = false;
+  bool opened_ = false;
   std::ofstream file_;
+  std::uintmax_t size_ = 0;  ///< up to the end of the last whole row
   std::vector<std::string> columns_;
-  double seconds_ = 0;
+  LogEvent last_{};
+  Clock::time_point told_{};  ///< when `last_` came
 };
 
 }  // namespace observe

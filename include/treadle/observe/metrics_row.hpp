@@ -22,24 +22,27 @@ namespace detail {
 class MetricsRow {
  public:
   struct Cell {
-    std::string column;
+    std::string column;  ///< on one line, as it stands in a CSV file's header
+    std::string name;    ///< as the user spelled it
     std::string csv;
     std::string json;
   };
 
-  explicit MetricsRow(std::string_view event) { cells_.push_back({"event", csv_field(event), json_string(event)}); }
+  explicit MetricsRow(std::string_view event) {
+    cells_.push_back({"event", "event", csv_field(event), json_string(event)});
+  }
 
   /// One of Treadle's own columns, which must be in `reserved`.
   void number(std::string_view column, double value) {
     const std::string text = exact_number(value);
-    cells_.push_back({std::string(column), text, std::isfinite(value) ? text : "null"});
+    cells_.push_back({one_line(column), std::string(column), text, std::isfinite(value) ? text : "null"});
   }
 
   /// The user's metrics. One that is called like another column gets an underscore at its end.
   void metrics(std::string_view prefix, const Metrics& metrics) {
     for (const auto& [name, value] : metrics) {
       std::string column = std::string(prefix) + name;
-      while (std::ranges::count(reserved, column) > 0 || find(column) != nullptr) column += '_';
+      while (std::ranges::count(reserved, column) > 0 || find(one_line(column)) != nullptr) column += '_';
       number(column, value);
     }
   }
@@ -54,7 +57,7 @@ class MetricsRow {
   std::string json() const {
     std::string line;
     for (const Cell& cell : cells_)
-      line.append(line.empty() ? "{" : ", ").append(json_string(cell.column)).append(": ").append(cell.json);
+      line.append(line.empty() ? "{" : ", ").append(json_string(cell.name)).append(": ").append(cell.json);
     return line + '}';
   }
   std::string csv(const std::vector<std::string>& columns) const {

@@ -27,10 +27,13 @@ namespace detail {
                     ".");
 }
 
-/// Throws `ConfigError` unless `path` can be written; leaves what it holds as it is.
+/// Throws `ConfigError` unless `path` can be written; leaves what it holds, or that it is not there, as it is.
 inline void require_writable(std::string_view who, const std::filesystem::path& path) {
+  std::error_code ignored;
+  const bool there = std::filesystem::exists(std::filesystem::symlink_status(path, ignored));
   errno = 0;
   if (path.empty() || !std::ofstream(path, std::ios::app)) refuse_output(who, path, errno == 0 ? ENOENT : errno);
+  if (!there) std::filesystem::remove(path, ignored);
 }
 
 /// Whether `path` is something that may be renamed over: a regular file, or nothing yet. Devices and pipes are not.

@@ -57,11 +57,11 @@ class ProgressBar {
     const auto now = Clock::now();
     if (event.epoch != state_.epoch) {
       state_.epoch = event.epoch;
-      state_.epoch_began_at = event.step - event.step_in_epoch - 1;
+      state_.epoch_began_at = event.step - 1;
     }
     state_.step = event.step;
     state_.last_step = now;
-    const bool last = event.step_in_epoch + 1 == state_.info.steps_per_epoch;
+    const bool last = event.step - state_.epoch_began_at == state_.info.steps_per_epoch;
     if (last || now - state_.drawn >= std::chrono::duration<double>(1 / options_.updates_per_second)) draw(now);
   }
 
@@ -77,7 +77,7 @@ class ProgressBar {
     append(line, event.train, "");
     if (event.test) append(line.append("  |"), *event.test, "test ");
     line += "  |  " + treadle::detail::duration_text(event.seconds) + "  " +
-            treadle::detail::short_number(event.rows_per_second) + " rows/s";
+            treadle::detail::short_number(event.rows_per_second) + " train rows/s";
     say(line);
     state_.shown = false;  // the line took the bar's place
     const auto now = Clock::now();

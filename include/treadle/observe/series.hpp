@@ -21,17 +21,18 @@ class Series {
   struct Point {
     double x = 0;
     double y = 0;
+    bool gap = false;  ///< whether a value that is not finite is, or was merged into, this point
   };
   explicit Series(std::size_t limit = 600) : limit_(std::max<std::size_t>(limit, 2) / 2 * 2) {}
 
   void add(double x, double y) {
-    pending_ = taken_ == 0 ? Point{x, y} : Point{x, merged(pending_.y, y, static_cast<double>(taken_))};
+    const Point point{x, y, !std::isfinite(y)};
+    pending_ = taken_ == 0 ? point : merged(pending_, point, static_cast<double>(taken_));
     if (++taken_ < stride_) return;
     points_.push_back(pending_);
     taken_ = 0;
     if (points_.size() < limit_) return;
-    for (std::size_t i = 0; i < limit_ / 2; ++i)
-      points_[i] = {points_[2 * i + 1].x, merged(points_[2 * i].y, points_[2 * i + 1].y, 1)};
+    for (std::size_t i = 0; i < limit_ / 2; ++i) points_[i] = merged(points_[2 * i], points_[2 * i + 1], 1);
     points_.resize(limit_ / 2);
     stride_ *= 2;
   }
@@ -44,11 +45,12 @@ class Series {
   }
 
  private:
-  // A value that is not finite makes a gap in the curve, but must not swallow the neighbor that it is merged with.
-  static double merged(double mean, double value, double weight) {
-    if (!std::isfinite(mean)) return value;
-    if (!std::isfinite(value)) return mean;
-    return mean + (value - mean) / (weight + 1);
+  // A value that is not finite must not swallow the neighbor that it is merged with; the gap is remembered beside it.
+  static Point merged(const Point& mean, const Point& next, double weight) {
+    const double y = !std::isfinite(mean.y)   ? next.y
+                     : !std::isfinite(next.y) ? mean.y
+                                              : mean.y + (next.y - mean.y) / (weight + 1);
+    return {next.x, y, mean.gap || next.gap};
   }
 
   std::size_t limit_;
@@ -65,14 +67,15 @@ struct Axis {
   double tick = 1;
   int decimals = 0;
 
-  static Axis over(double low, double high, int wanted) {
+  /// Around [low, high] with about `wanted` ticks, no closer than `least`.
+  static Axis over(double low, double high, int wanted, double least = 0) {
     if (!(low <= high)) return {};
     if (low == high) {
       const double margin = low == 0 ? 0.5 : std::fabs(low) / 10;
       low -= margin;
       high += margin;
     }
-    const double rough = (high - low) / wanted;
+    const double rough = std::max((high - low) / wanted, least);
     const double power = std::pow(10.0, std::floor(std::log10(rough)));
     const double share = rough / power;
     Axis axis;

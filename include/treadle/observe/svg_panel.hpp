@@ -32,32 +32,44 @@ inline constexpr std::string_view svg_style =
     ".page{fill:#ffffff}.grid{stroke:#e4e8ec}.axis{stroke:#8c959f}\n"
     ".line{fill:none;stroke-width:1.75;stroke-linejoin:round;stroke-linecap:round}\n"
     ".train{stroke:#3572d6}.test{stroke:#d4691e}.dot{fill:#d4691e}\n"
-    ".end-train,.end-test{font-weight:600}.end-train{fill:#2459b3}.end-test{fill:#b4540f}\n"
+    ".end-train,.end-test,.bad-text{font-weight:600}.end-train{fill:#2459b3}.end-test{fill:#b4540f}\n"
+    ".bad{fill:none;stroke:#cf222e;stroke-width:5;stroke-linecap:round}.bad-text{fill:#cf222e}\n"
     "@media (prefers-color-scheme:dark){\n"
     "text{fill:#9aa4af}.title{fill:#e6edf3}.page{fill:#0d1117}.grid{stroke:#262c34}.axis{stroke:#6e7781}\n"
     ".train{stroke:#6cb0ff}.test{stroke:#f2a45c}.dot{fill:#f2a45c}\n"
-    ".end-train{fill:#8cc2ff}.end-test{fill:#f6b87e}}\n"
+    ".end-train{fill:#8cc2ff}.end-test{fill:#f6b87e}.bad{stroke:#ff7b72}.bad-text{fill:#ff7b72}}\n"
     "</style>\n";
 
-/// Draws a panel whose upper left corner is at (x, y).
+/// Draws a panel whose upper left corner is at (x, y) and whose curve ends at step `last` or later.
 class SvgPanel {
  public:
   static constexpr double width = 420;
   static constexpr double height = 270;
 
-  SvgPanel(const Panel& panel, double x, double y) : train_(panel.train.points()), test_(panel.test.points()) {
-    left_ = x + 58;
-    right_ = x + width - 66;  // room for the last value
+  SvgPanel(const Panel& panel, double x, double y, double last = 0)
+      : train_(panel.train.points()), test_(panel.test.points()) {
+    x_axis_ = steps(last);
+    y_axis_ = values();
+    std::size_t longest = 0;
+    for (int i = 0; i < y_axis_.ticks(); ++i) longest = std::max(longest, tick(y_axis_, i).size());
+    const std::string end = end_text();
+    left_ = x + std::max(58.0, 24 + digit_width * static_cast<double>(longest));
+    right_ = x + width - std::max(66.0, 17 + bold_width * static_cast<double>(end.size()));
     top_ = y + 46;
     bottom_ = y + height - 44;
-    x_axis_ = axis_of(&Series::Point::x);
-    y_axis_ = axis_of(&Series::Point::y);
-    text(left_, y + 26, "class=\"title\"", xml_text(panel.name));
-    legend(y + 26);
+    const double legend_begins = legend(x + width - 20, y + 26);
+    title(panel.name, x + 20, legend_begins - 12, y + 26);
     axes();
     line(train_, "train");
     line(test_, "test");
     dots();
+    gaps(x + width - 20);
+    if (const Series::Point* point = end_point())
+      text(across(point->x) + 9, std::isfinite(point->y) ? down(point->y) + 4 : bottom_ - 4,
+           !std::isfinite(point->y) ? "class=\"bad-text\""
+           : test_.empty()          ? "class=\"end-train\""
+                                    : "class=\"end-test\"",
+           end);
   }
 
   const std::string& svg() const { return out_; }
@@ -65,20 +77,40 @@ class SvgPanel {
  private:
   using Points = std::vector<Series::Point>;
 
-  Axis axis_of(double Series::Point::*member) const {
+  static constexpr const char* not_finite = "not finite";
+  // Widths of a character in px, generous, because the reader's font is not known.
+  static constexpr double digit_width = 7.7;
+  static constexpr double bold_width = 8.4;
+  static constexpr double title_width = 8.8;
+
+  /// From 0 to the last step, whether it has a value or not: there the curve reaches the right edge.
+  Axis steps(double last) const {
+    for (const Points* points : {&train_, &test_})
+      if (!points->empty()) last = std::max(last, points->back().x);
+    Axis axis = Axis::over(0, std::max(last, 1.0), 5, /*least=*/1);
+    axis.high = std::max(last, 1.0);
+    return axis;
+  }
+  Axis values() const {
     double low = std::numeric_limits<double>::infinity();
     double high = -low;
     for (const Points* points : {&train_, &test_}) {
       for (const auto& point : *points) {
         if (!std::isfinite(point.y)) continue;
-        low = std::min(low, point.*member);
-        high = std::max(high, point.*member);
+        low = std::min(low, point.y);
+        high = std::max(high, point.y);
       }
     }
-    if (member == &Series::Point::y) return Axis::over(low, high, 5);
-    Axis axis = Axis::over(std::min(low, 0.0), high, 5);
-    if (high > axis.low) axis.high = high;  // the curve reaches the right edge, where its last value stands
-    return axis;
+    return Axis::over(low, high, 5);
+  }
+
+  const Series::Point* end_point() const {
+    const Points& points = test_.empty() ? train_ : test_;
+    return points.empty() ? nullptr : &points.back();
+  }
+  std::string end_text() const {
+    const Series::Point* point = end_point();
+    return point == nullptr ? "" : std::isfinite(point->y) ? metric_number(point->y) : not_finite;
   }
 
   static std::string px(double value) { return fixed_number(value, 1); }
@@ -97,17 +129,30 @@ class SvgPanel {
     out_.append("<circle cx=\"").append(px(x)).append("\" cy=\"").append(px(y)).append("\" r=\"3\" class=\"dot\"/>\n");
   }
 
-  void legend(double y) {
-    double x = right_;
+  /// Ends at `x`; returns where it begins.
+  double legend(double x, double y) {
     if (!test_.empty()) {
       text(x, y, "text-anchor=\"end\"", "test");
       segment(x - 52, y - 4, x - 30, y - 4, "line test");
       dot(x - 41, y - 4);
       x -= 68;
     }
-    if (train_.empty()) return;
+    if (train_.empty()) return x;
     text(x, y, "text-anchor=\"end\"", "train");
     segment(x - 55, y - 4, x - 33, y - 4, "line train");
+    return x - 55;
+  }
+
+  /// A name that does not fit loses its middle; the whole of it is shown where the pointer rests.
+  void title(const std::string& name, double begin, double end, double y) {
+    const auto room = static_cast<std::size_t>((end - begin) / title_width);
+    const std::size_t length = text_width(name);
+    if (length <= room) return text(begin, y, "class=\"title\"", xml_text(name));
+    const std::size_t tail = room / 2;
+    const auto rest = std::string_view(name).substr(cut_text(name, length - tail).size());
+    text(begin, y, "class=\"title\"",
+         "<title>" + xml_text(name) + "</title>" + xml_text(cut_text(name, room - tail - 1)) + "\u2026" +
+             xml_text(rest));
   }
 
   void axes() {
@@ -125,29 +170,44 @@ class SvgPanel {
   }
   static std::string tick(const Axis& axis, int index) {
     const double value = std::fabs(axis.at(index)) < axis.tick / 2 ? 0.0 : axis.at(index);
-    if (std::fabs(axis.high) >= 1e4 || std::fabs(axis.low) >= 1e4) return value == 0 ? "0" : short_number(value);
+    const double size = std::max(std::fabs(axis.high), std::fabs(axis.low));
+    if (size >= 1e4 && axis.tick >= size / 100) return value == 0 ? "0" : short_number(value);
     return axis.tick < 1e-6 ? metric_number(value) : fixed_number(value, axis.decimals);
   }
 
   void line(const Points& points, std::string_view style) {
     std::string path;
-    bool drawing = false;  // a value that is not finite breaks the line
-    for (const auto& point : points) {
-      const bool finite = std::isfinite(point.y);
-      if (finite) path.append(drawing ? "L" : "M").append(px(across(point.x))).append(" ").append(px(down(point.y)));
-      drawing = finite;
+    for (std::size_t i = 0; i < points.size(); ++i) {  // a value that is not finite breaks the line
+      if (!std::isfinite(points[i].y)) continue;
+      const bool begins = i == 0 || !std::isfinite(points[i - 1].y);
+      const bool ends = i + 1 == points.size() || !std::isfinite(points[i + 1].y);
+      path.append(begins ? "M" : "L").append(px(across(points[i].x))).append(" ").append(px(down(points[i].y)));
+      if (begins && ends) path.append("h0");  // a point alone is a dot
     }
     out_.append("<path class=\"line ").append(style).append("\" d=\"").append(path).append("\"/>\n");
   }
 
+  /// On the axis of steps, where a value was not finite; `right` is where the explanation ends.
+  void gaps(double right) {
+    std::string path;
+    for (const Points* points : {&train_, &test_}) {
+      for (std::size_t i = 0; i < points->size(); ++i) {
+        if (!(*points)[i].gap) continue;
+        const bool begins = i == 0 || !(*points)[i - 1].gap;
+        path.append(begins ? "M" : "L").append(px(across((*points)[i].x))).append(" ").append(px(bottom_));
+        if (begins) path.append("h0");
+      }
+    }
+    if (path.empty()) return;
+    out_.append("<path class=\"bad\" d=\"").append(path).append("\"/>\n");
+    if (end_text() == not_finite) return;  // which explains it
+    text(right, bottom_ + 36, "class=\"bad-text\" text-anchor=\"end\"", not_finite);
+  }
+
   void dots() {
-    if (test_.size() <= 60)
-      for (const auto& point : test_)
-        if (std::isfinite(point.y)) dot(across(point.x), down(point.y));
-    const Points& last = test_.empty() ? train_ : test_;
-    if (last.empty() || !std::isfinite(last.back().y)) return;
-    text(across(last.back().x) + 9, down(last.back().y) + 4,
-         test_.empty() ? "class=\"end-train\"" : "class=\"end-test\"", metric_number(last.back().y));
+    if (test_.size() > 60) return;
+    for (const auto& point : test_)
+      if (std::isfinite(point.y)) dot(across(point.x), down(point.y));
   }
 
   Points train_;

@@ -22,7 +22,7 @@ struct TableOptions {
 };
 
 /// Writes a table of the epochs when `fit` ends, then why it ended and each metric of the last evaluation on a line of
-/// its own (`test accuracy: 0.9163`).
+/// its own (`test accuracy: 0.9163`). An epoch's time includes its evaluation, the rate is that of its training.
 class Table {
  public:
   explicit Table(TableOptions options = {}) : options_(options) {
@@ -77,7 +77,7 @@ class Table {
     std::vector<std::vector<std::string>> cells(1, {"epoch"});
     for (const auto& name : train_names) cells[0].push_back("train " + name);
     for (const auto& name : test_names) cells[0].push_back("test " + name);
-    cells[0].insert(cells[0].end(), {"time", "rows/s"});
+    cells[0].insert(cells[0].end(), {"epoch time", "train rows/s"});
     if (waited) cells[0].push_back("data wait");
 
     for (std::size_t i = 0; i < history.size(); ++i) {
