@@ -18,13 +18,31 @@
 namespace treadle {
 inline namespace v0_1 {
 
-/// A model: named parameters and buffers, a training mode, and a place. `torch::nn::Module` and `torch::jit::Module`
-/// are models; no base class is asked for.
+namespace detail {
+/// A range of named tensors, as torch::nn (key(), value()) and torch::jit (name, value) have them.
+template <class Items>
+concept named_tensors = requires(Items items) {
+  items.begin() != items.end();
+}
+&&(
+    requires(Items items) {
+      { (*items.begin()).key() } -> std::convertible_to<std::string>;
+      { (*items.begin()).value() } -> std::convertible_to<at::Tensor>;
+    } ||
+    requires(Items items) {
+      { (*items.begin()).name } -> std::convertible_to<std::string>;
+      { (*items.begin()).value } -> std::convertible_to<at::Tensor>;
+    });
+}  // namespace detail
+
+/// A model: named parameters and buffers, a training mode that is switched both ways, and a place. `torch::nn::Module`
+/// and `torch::jit::Module` are models; no base class is asked for.
 template <class M>
 concept model = requires(M& m, at::Device device) {
-  m.named_parameters();
-  m.named_buffers();
+  { m.named_parameters() } -> detail::named_tensors;
+  { m.named_buffers() } -> detail::named_tensors;
   m.train();
+  m.train(false);
   m.eval();
   { m.is_training() } -> std::convertible_to<bool>;
   m.to(device);

@@ -41,28 +41,28 @@ void each_axis() {
 #if CASE == 0
 template void each_axis<Same>();
 #elif CASE == 1
-// expect: treadle::Trainer: the precision policy lacks a call; precision/concept.hpp lists them.
+// expect: treadle::Trainer: the precision policy lacks a call, or has loss_scale() although scales_loss is false
 // expect: treadle::Trainer: the parallelism policy lacks a call; parallelism/concept.hpp lists them.
 // expect: treadle::Trainer: the accumulation policy lacks a call; accumulation/concept.hpp lists them.
 // expect: treadle::Trainer: the checkpointing policy lacks a call; checkpointing/concept.hpp lists them.
 // expect: treadle::Trainer: the execution policy lacks a call; execution/concept.hpp lists them.
-// expect: treadle::Trainer: the clipping policy lacks a call; clipping/concept.hpp lists them.
+// expect: treadle::Trainer: the clipping policy lacks a call, or has measured() although measures_norm is false
 // expect: treadle::Trainer: the non-finite policy lacks a call; nonfinite/concept.hpp lists them.
 // expect: treadle::Trainer: the averaging policy lacks a call; averaging/concept.hpp lists them.
 template void each_axis<Unchecked>();
 #elif CASE == 2
-// expect: treadle::Trainer: the precision policy lacks a call; precision/concept.hpp lists them.
+// expect: treadle::Trainer: the precision policy lacks a call, or has loss_scale() although scales_loss is false
 // expect: treadle::Trainer: the parallelism policy lacks a call; parallelism/concept.hpp lists them.
 // expect: treadle::Trainer: the accumulation policy lacks a call; accumulation/concept.hpp lists them.
 // expect: treadle::Trainer: the checkpointing policy lacks a call; checkpointing/concept.hpp lists them.
 // expect: treadle::Trainer: the execution policy lacks a call; execution/concept.hpp lists them.
-// expect: treadle::Trainer: the clipping policy lacks a call; clipping/concept.hpp lists them.
+// expect: treadle::Trainer: the clipping policy lacks a call, or has measured() although measures_norm is false
 // expect: treadle::Trainer: the non-finite policy lacks a call; nonfinite/concept.hpp lists them.
 // expect: treadle::Trainer: the averaging policy lacks a call; averaging/concept.hpp lists them.
 template void each_axis<Unmade>();
 #elif CASE == 3
 // One call of the state each.
-// expect: treadle::Trainer: the precision policy lacks a call; precision/concept.hpp lists them.
+// expect: treadle::Trainer: the precision policy lacks a call, or has loss_scale() although scales_loss is false
 struct NoPublish : td::precision::Fp32 {
   struct State : td::precision::Fp32::State {
     using td::precision::Fp32::State::State;
@@ -103,7 +103,7 @@ struct NoRun : td::execution::Eager {
   };
 };
 inline auto e = made<NoRun>;
-// expect: treadle::Trainer: the clipping policy lacks a call; clipping/concept.hpp lists them.
+// expect: treadle::Trainer: the clipping policy lacks a call, or has measured() although measures_norm is false
 struct ByValue : td::clipping::NoClipping {
   struct State : td::clipping::NoClipping::State {
     using td::clipping::NoClipping::State::State;
@@ -129,12 +129,12 @@ struct OneWay : td::averaging::NoAveraging {
 inline auto h = made<OneWay>;
 #elif CASE == 4
 // A fact that promises calls which are not there, and facts that are no facts.
-// expect: treadle::Trainer: the precision policy lacks a call; precision/concept.hpp lists them.
+// expect: treadle::Trainer: the precision policy lacks a call, or has loss_scale() although scales_loss is false
 struct Unscaled : td::precision::Fp32 {
   static constexpr bool scales_loss = true;
 };
 inline auto a = made<Unscaled>;
-// expect: treadle::Trainer: the clipping policy lacks a call; clipping/concept.hpp lists them.
+// expect: treadle::Trainer: the clipping policy lacks a call, or has measured() although measures_norm is false
 struct Unmeasured : td::clipping::NoClipping {
   static constexpr bool measures_norm = true;
 };
@@ -145,4 +145,29 @@ struct NoFact : td::averaging::NoAveraging {
   static constexpr Opaque averages{};
 };
 inline auto c = made<NoFact>;
+#elif CASE == 5
+// Calls that a fact denies, a fact without its call, and a call that takes one kind of window only.
+// expect: treadle::Trainer: the precision policy lacks a call, or has loss_scale() although scales_loss is false
+struct DeniesItsScale : td::precision::Fp16 {
+  static constexpr bool scales_loss = false;
+};
+inline auto a = made<DeniesItsScale>;
+// expect: treadle::Trainer: the clipping policy lacks a call, or has measured() although measures_norm is false
+struct DeniesItsNorm : td::clipping::ClipNorm {
+  static constexpr bool measures_norm = false;
+};
+inline auto b = made<DeniesItsNorm>;
+// expect: treadle::Trainer: the accumulation policy lacks a call; accumulation/concept.hpp lists them.
+struct DropsNothing : td::accumulation::NoAccumulation {
+  static constexpr bool drops_tail = true;
+};
+inline auto c = made<DropsNothing>;
+// expect: treadle::Trainer: the non-finite policy lacks a call; nonfinite/concept.hpp lists them.
+struct OneWindow : td::nonfinite::Ignore {
+  struct State : td::nonfinite::Ignore::State {
+    using td::nonfinite::Ignore::State::State;
+    void judge(const td::detail::Window<true>&, td::detail::Verdict&, bool) const {}
+  };
+};
+inline auto d = made<OneWindow>;
 #endif

@@ -90,6 +90,27 @@ struct NoRelease : td::optim::AdamW {
 inline auto rule(Net& net) {
   return sizeof(td::Trainer{net, Objective{}, NoRelease{}});
 }
+#elif CASE == 9
+// A rule without the rest, and a model that can be told to train but not to stop.
+// expect: treadle::Trainer: the third argument is not an update rule
+struct NoCollect : td::optim::AdamW {
+  struct State : td::optim::FusedState<td::optim::AdamW> {
+    using FusedState::FusedState;
+    template <class P>
+    at::TensorList collect(P&) = delete;
+  };
+};
+inline auto collect(Net& net) {
+  return sizeof(td::Trainer{net, Objective{}, NoCollect{}});
+}
+// expect: treadle::Trainer: the model lacks something that training needs
+struct OneWay : Net {
+  using Net::Net;
+  void train() {}
+};
+inline auto one_way(OneWay& net) {
+  return sizeof(td::Trainer{net, Objective{}, td::optim::AdamW{}});
+}
 #elif CASE == 4
 // expect: treadle::Trainer: the objective cannot be called as objective(model, batch)
 inline void arity(Net& net) {

@@ -304,6 +304,19 @@ struct LerpsWithZero {
   };
 };
 
+/// Takes the wrong kind of window for the only one.
+struct OverlooksSingleLosses : PlainNonFinite {
+  static constexpr bool inspects_losses = true;
+  struct State : td::nonfinite::Stop::State {
+    State(const OverlooksSingleLosses&, at::Device d) : td::nonfinite::Stop::State({}, d) {}
+    template <class Window>
+    void judge(const Window& window, td::detail::Verdict& verdict, bool loss_scale) {
+      if constexpr (std::same_as<Window, td::detail::Window<true>>)
+        td::nonfinite::Stop::State::judge(window, verdict, loss_scale);
+    }
+  };
+};
+
 struct RunsHalf {
   using policy_axis = td::axis::Parallelism;
   static constexpr bool replicates = false;
@@ -366,6 +379,37 @@ struct CarelessRule {
   };
 };
 
+/// Does not listen to its caller about rates, and knows no parameter that is left out.
+struct DeafRule {
+  static constexpr bool host_stepped = false;
+  void check() const {}
+  struct Rates : td::optim::LearningRate {
+    using LearningRate::LearningRate;
+    void scale(double) const {}
+  };
+  struct State : td::optim::Sgd::State {
+    State(const DeafRule&, const td::ParameterList& p)
+        : td::optim::Sgd::State({.learning_rate = 0.1}, p), own({}, {0.1}, p.device()) {}
+    std::vector<std::string> without_gradient() const { return {}; }
+    Rates& rates() { return own; }
+    Rates own;
+  };
+};
+
+/// Drops the tail every other time that it is asked.
+struct ChangesItsMind {
+  using policy_axis = td::axis::Accumulation;
+  static constexpr bool windows = true;
+  static constexpr bool slices = false;
+  static constexpr bool drops_tail = true;
+  void check() const {}
+  struct State : td::accumulation::AccumulateOver::State {
+    explicit State(const ChangesItsMind&) : td::accumulation::AccumulateOver::State({.batches = 2}) {}
+    bool drop_tail() { return drops = !drops; }
+    bool drops = false;
+  };
+};
+
 }  // namespace
 
 TEST_CASE("broken precisions are caught") {
@@ -386,6 +430,7 @@ TEST_CASE("broken accumulations are caught") {
   CHECK_CAUGHT(testing::check_accumulation_contract(LosesTheTail{}), "a window must close when `ends` is true");
   CHECK_CAUGHT(testing::check_accumulation_contract(LosesARow{}), "each row exactly once");
   CHECK_CAUGHT(testing::check_accumulation_contract(KeepsItsWindow{}), "reset() must forget an open window");
+  CHECK_CAUGHT(testing::check_accumulation_contract(ChangesItsMind{}), "drop_tail() must say the same");
 }
 
 TEST_CASE("broken clippings are caught") {
@@ -399,6 +444,7 @@ TEST_CASE("broken clippings are caught") {
 TEST_CASE("broken non-finite policies are caught") {
   CHECK_CAUGHT(testing::check_nonfinite_contract(ForgivesEverything{}), "must not clear it");
   CHECK_CAUGHT(testing::check_nonfinite_contract(OverlooksLosses{}), "a NaN loss must set found_inf");
+  CHECK_CAUGHT(testing::check_nonfinite_contract(OverlooksSingleLosses{}), "a NaN loss must set found_inf");
   const auto violations = testing::check_nonfinite_contract(MovesFoundInf{});
   CHECK_CAUGHT(violations, "keep its address");
   CHECK_CAUGHT(violations, "found_inf must be 0 or 1");
@@ -422,4 +468,8 @@ TEST_CASE("broken rules are caught") {
   CHECK_CAUGHT((testing::check_rule_contract(CarelessRule<false, true>{})), "must leave weights and state bitwise");
   CHECK_CAUGHT((testing::check_rule_contract(CarelessRule<true, false>{})), "gradients over the divisor");
   CHECK_KEPT((testing::check_rule_contract(CarelessRule<true, true>{})));
+  const auto violations = testing::check_rule_contract(DeafRule{});
+  CHECK_CAUGHT(violations, "without_gradient() must name the trained parameters");
+  CHECK_CAUGHT(violations, "rates().scale() must multiply the rates at once");
+  CHECK_CAUGHT(violations, "rates().scale() must hold for the steps that follow");
 }

@@ -15,7 +15,8 @@ inline namespace v0_1 {
 ///
 /// `feed(batch, ends, micro_batch)` calls `micro_batch(part, closes)` for each micro-batch, in order, with `closes`
 /// true exactly for the one that ends a step; `ends` says that the epoch has no further batch. What the compiler cannot
-/// check: an open window closes when `ends` is true; `reset()` forgets an open window; each row is fed exactly once.
+/// check: an open window closes when `ends` is true; `reset()` forgets an open window; each row is fed exactly once;
+/// `drop_tail()` says the same throughout a run.
 template <class P>
 concept accumulation_policy = policy_of<P, axis::Accumulation> &&
     requires(const P policy, typename P::State state, const Batch& batch) {
@@ -28,7 +29,9 @@ concept accumulation_policy = policy_of<P, axis::Accumulation> &&
   { state.open() } -> std::convertible_to<bool>;
   state.reset();
   { state.batches_per_step() } -> std::integral;
-};
+} &&(!P::drops_tail || requires(typename P::State state) {
+  { state.drop_tail() } -> std::convertible_to<bool>;
+});
 
 }  // namespace v0_1
 }  // namespace treadle

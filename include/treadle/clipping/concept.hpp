@@ -24,11 +24,13 @@ concept clipping_policy = policy_of<P, axis::Clipping> &&
   policy.check();
   {typename P::State(policy, device)};
   { state.clip(gradients, divisor) } -> std::convertible_to<const at::Tensor*>;
-} &&(!P::measures_norm || requires(typename P::State state, at::TensorList gradients) {
-  state.measure(gradients);
-  { state.measured() } -> std::convertible_to<at::TensorList>;
-  { state.norm() } -> std::convertible_to<const at::Tensor&>;
-});
+} &&(!P::measures_norm ||
+     requires(typename P::State state, at::TensorList gradients) {
+       state.measure(gradients);
+       { state.measured() } -> std::convertible_to<at::TensorList>;
+       { state.norm() } -> std::convertible_to<const at::Tensor&>;
+     }) &&
+    (P::measures_norm || !requires(const typename P::State state) { state.measured(); });
 
 }  // namespace v0_1
 }  // namespace treadle

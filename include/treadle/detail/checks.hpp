@@ -44,8 +44,10 @@ struct is_observer_set<observe::Set<Os...>> : std::true_type {};
 /// What the policies of a set can be wrong about, each on its own and together with the rule.
 template <class P, class Rule>
 struct CheckPolicies {
-  static_assert(precision_policy<typename P::Precision>,
-                "treadle::Trainer: the precision policy lacks a call; precision/concept.hpp lists them.");
+  static_assert(
+      precision_policy<typename P::Precision>,
+      "treadle::Trainer: the precision policy lacks a call, or has loss_scale() although scales_loss is false; "
+      "precision/concept.hpp lists them.");
   static_assert(parallelism_policy<typename P::Parallelism>,
                 "treadle::Trainer: the parallelism policy lacks a call; parallelism/concept.hpp lists them.");
   static_assert(accumulation_policy<typename P::Accumulation>,
@@ -54,8 +56,10 @@ struct CheckPolicies {
                 "treadle::Trainer: the checkpointing policy lacks a call; checkpointing/concept.hpp lists them.");
   static_assert(execution_policy<typename P::Execution>,
                 "treadle::Trainer: the execution policy lacks a call; execution/concept.hpp lists them.");
-  static_assert(clipping_policy<typename P::Clipping>,
-                "treadle::Trainer: the clipping policy lacks a call; clipping/concept.hpp lists them.");
+  static_assert(
+      clipping_policy<typename P::Clipping>,
+      "treadle::Trainer: the clipping policy lacks a call, or has measured() although measures_norm is false; "
+      "clipping/concept.hpp lists them.");
   static_assert(nonfinite_policy<typename P::NonFinite>,
                 "treadle::Trainer: the non-finite policy lacks a call; nonfinite/concept.hpp lists them.");
   static_assert(averaging_policy<typename P::Averaging>,
@@ -95,7 +99,7 @@ template <class Model, class Objective, class Rule, class PolicySetType, class O
 struct CheckTrainer : std::conditional_t<policy_set<PolicySetType>, CheckPolicies<PolicySetType, Rule>, NoPolicies> {
   static_assert(treadle::model<Model>,
                 "treadle::Trainer: the model lacks something that training needs; it must have named_parameters(), "
-                "named_buffers(), train(), eval(), is_training() and to(device), as torch::nn::Module has.");
+                "named_buffers(), train(bool), eval(), is_training() and to(device), as torch::nn::Module has.");
   static_assert(
       !std::is_pointer_v<Objective>,
       "treadle::Trainer: the objective is a bare function pointer, which would be called through memory at each "

@@ -14,7 +14,7 @@
 namespace treadle {
 inline namespace v0_1 {
 
-/// A precision policy: option values, two facts, `check()`, and a `State` with the calls below.
+/// A precision policy: option values, facts, `check()`, and a `State` with the calls below.
 ///
 /// What the compiler cannot check: `State`'s constructor may replace a parameter's `model` data and `master`, before
 /// any rule state exists; `math()` stands around a whole step and turns off an autocast region of the caller's,
@@ -36,10 +36,12 @@ concept precision_policy = policy_of<P, axis::Precision> &&
   state.gradients(gradients);
   state.publish();
   state.for_each_state([](const char*, at::Tensor&) {});
-} &&(!P::scales_loss || requires(typename P::State state, const at::Tensor& found_inf) {
-  { state.loss_scale() } -> std::convertible_to<const at::Tensor&>;
-  state.update_scale(found_inf);
-});
+} &&(!P::scales_loss ||
+     requires(typename P::State state, const at::Tensor& found_inf) {
+       { state.loss_scale() } -> std::convertible_to<const at::Tensor&>;
+       state.update_scale(found_inf);
+     }) &&
+    (P::scales_loss || !requires(const typename P::State state) { state.loss_scale(); });
 
 }  // namespace v0_1
 }  // namespace treadle

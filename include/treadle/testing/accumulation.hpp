@@ -60,6 +60,8 @@ Violations check_accumulation_contract(const P& policy = {}) {
 
   typename P::State state(policy);
   report.require(!state.open(), "open() must be false before anything is fed.");
+  bool drops = false;
+  if constexpr (P::drops_tail) drops = state.drop_tail();
   const auto per_step = static_cast<std::int64_t>(state.batches_per_step());
   report.require(per_step >= 1, "batches_per_step() must be at least 1.");
   if (per_step < 1) return report.take();
@@ -96,6 +98,8 @@ Violations check_accumulation_contract(const P& policy = {}) {
     report.require(!state.open(), "reset() must leave no window open.");
   }
   log.require_rows();
+  if constexpr (P::drops_tail)
+    report.require(state.drop_tail() == drops, "drop_tail() must say the same throughout a run.");
   return report.take();
 }
 

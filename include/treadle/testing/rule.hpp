@@ -56,6 +56,9 @@ class RuleProbe {
     });
     return tensors;
   }
+  std::vector<std::string> without_gradient() const { return state_.without_gradient(); }
+  auto& rates() { return state_.rates(); }
+  double rate() { return at::Tensor(state_.rates().of(0)).template item<double>(); }
   bool released() const {
     for (const auto& p : parameters_)
       if (p.model.grad().defined()) return false;
@@ -83,6 +86,22 @@ inline bool close(const std::vector<at::Tensor>& a, const std::vector<at::Tensor
   for (std::size_t i = 0; i < a.size(); ++i)
     if (!close(a[i], b[i], tolerance)) return false;
   return a.size() == b.size();
+}
+
+template <class R>
+void check_rates(const R& rule, at::Device device, Report& report) {
+  RuleProbe<R> probe(rule, device);
+  probe.rates().plan(1000);
+  report.require(probe.rates().planned(), "rates().planned() must be true after rates().plan().");
+  report.require(at::Tensor(probe.rates().of(0)).numel() == 1, "rates().of(0) must be one number.");
+  const double before = probe.rate();
+  probe.rates().scale(0.5);
+  report.require(probe.rate() == 0.5 * before, "rates().scale() must multiply the rates at once.");
+  probe.rates().scale(0);
+  const auto start = probe.weights();
+  for (int i = 0; i < 2; ++i) probe.step(1.0, -1, -1);
+  report.require(probe.rate() == 0 && same_bits(probe.weights(), start),
+                 "rates().scale() must hold for the steps that follow.");
 }
 
 }  // namespace detail
@@ -115,6 +134,9 @@ Violations check_rule_contract(const R& rule = {}, at::Device device = at::kCPU)
                    "after skipped steps, the first one included, a step must be what it would have been without them.");
   }
   report.require(!detail::same_bits(plain.weights(), start), "a step must move the weights.");
+  report.require(plain.without_gradient() == std::vector<std::string>{"linear.bias"},
+                 "without_gradient() must name the trained parameters that have got no gradient.");
+  detail::check_rates(rule, device, report);
   report.require(plain.released(), "release() must let go of every gradient.");
   report.require(detail::same_bits(plain.weights()[2], start[2]), "a frozen parameter must be left alone.");
   report.require(detail::same_bits(plain.weights()[1], start[1]), "a parameter without a gradient must be left alone.");
