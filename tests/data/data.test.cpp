@@ -322,6 +322,9 @@ TEST_CASE("TensorLoader takes any batch type and refuses what does not fit toget
   }
   CHECK(count == 5);
   CHECK_THROWS_AS((td::data::TensorLoader{numbered(5), {.batch_size = 0}}), td::ConfigError);
+  td::data::TensorLoader whole{numbered(5), {.batch_size = INT64_MAX}};  // all rows, whatever they are
+  CHECK(whole.size() == 1);
+  for (const auto& batch : whole) CHECK(td::rows(batch) == 5);
   CHECK_THROWS_WITH_AS((td::data::TensorLoader{td::Batch{torch::zeros({3, 2}), torch::zeros({4})}}),
                        doctest::Contains("different numbers of rows (3 and 4)"), td::DataError);
   CHECK_THROWS_AS((td::data::TensorLoader{td::Batch{torch::zeros({}), torch::zeros({1})}}), td::DataError);

@@ -2,6 +2,7 @@
 // Every policy and rule keeps its contract, and each promise that a policy can break is caught when it does.
 #include "treadle/testing/contract.hpp"
 
+#include <algorithm>
 #include <span>
 #include <string>
 #include <vector>
@@ -264,6 +265,61 @@ struct MovesFoundInf : PlainNonFinite {
   };
 };
 
+/// The equal mean over all steps, which needs a counter, with one mistake or none.
+enum class Flaw { None, Frozen, Flat, Nesting, Twice };
+template <Flaw flaw>
+struct MeanOfAll {
+  using policy_axis = td::axis::Averaging;
+  static constexpr bool averages = true;
+  void check() const {}
+  struct State {
+    State(const MeanOfAll&, const td::ParameterList& parameters) : count(at::ones({}, parameters.device())) {
+      for (const auto& p : parameters) {
+        if (!p.model.requires_grad() && flaw != Flaw::Frozen) continue;
+        names.push_back(p.name);
+        weights.push_back(p.master.detach());
+        means.push_back(p.master.detach().clone());
+        if (!p.model.requires_grad()) means.back().mul_(1 + 1e-6);
+      }
+    }
+    void update(const at::Tensor* found_inf) {
+      const auto good = found_inf ? found_inf->eq(0) : count.ge(0);
+      count.copy_(at::where(good, count + 1, count));
+      for (std::size_t i = 0; i < means.size(); ++i)
+        means[i].copy_(at::where(good, means[i] + (weights[i] - means[i]) / count, means[i]));
+    }
+    void use_average() {
+      if (depth++ > 0) return;
+      for (std::size_t i = 0; i < means.size(); ++i) {
+        saved.push_back(weights[i].clone());
+        weights[i].copy_(means[i]);
+      }
+    }
+    void use_weights() {
+      depth = std::max(depth - 1, 0);
+      if (depth > 0 && flaw != Flaw::Nesting) return;
+      for (std::size_t i = 0; i < saved.size(); ++i) weights[i].copy_(saved[i]);
+      saved.clear();
+    }
+    template <class Visitor>
+    void for_each_state(Visitor&& visit) {
+      for (std::size_t i = 0; i < means.size(); ++i) {
+        if constexpr (flaw == Flaw::Flat) {
+          auto flat = means[i].flatten();
+          visit(names[i], flat);
+        } else {
+          visit(names[i], means[i]);
+        }
+      }
+      visit(flaw == Flaw::Twice ? names[0] : std::string("steps"), count);
+    }
+    at::Tensor count;
+    std::vector<std::string> names;
+    std::vector<at::Tensor> weights, means, saved;
+    int depth = 0;
+  };
+};
+
 /// The mistake that looks right: a lerp with weight 0 keeps no average if a weight is NaN.
 struct LerpsWithZero {
   using policy_axis = td::axis::Averaging;
@@ -290,7 +346,7 @@ struct LerpsWithZero {
       }
     }
     void use_weights() {
-      for (std::size_t i = 0; i < saved.size(); ++i) weights[i].copy_(saved[i]).add_(1e-7);
+      for (std::size_t i = 0; i < std::min(saved.size(), weights.size()); ++i) weights[i].copy_(saved[i]).add_(1e-7);
       saved.clear();
     }
     template <class Visitor>
@@ -454,6 +510,14 @@ TEST_CASE("a broken average is caught") {
   const auto violations = testing::check_averaging_contract(LerpsWithZero{});
   CHECK_CAUGHT(violations, "even if a weight is NaN");
   CHECK_CAUGHT(violations, "must restore every weight bitwise");
+}
+
+TEST_CASE("an average may show a counter, and must nest, leave frozen weights alone and keep shapes") {
+  CHECK_KEPT(testing::check_averaging_contract(MeanOfAll<Flaw::None>{}));
+  CHECK_CAUGHT(testing::check_averaging_contract(MeanOfAll<Flaw::Frozen>{}), "leave frozen parameters bitwise alone");
+  CHECK_CAUGHT(testing::check_averaging_contract(MeanOfAll<Flaw::Flat>{}), "what has its shape");
+  CHECK_CAUGHT(testing::check_averaging_contract(MeanOfAll<Flaw::Nesting>{}), "the outermost use_average()");
+  CHECK_CAUGHT(testing::check_averaging_contract(MeanOfAll<Flaw::Twice>{}), "visit each name once");
 }
 
 TEST_CASE("broken parallelism, checkpointing and execution are caught") {

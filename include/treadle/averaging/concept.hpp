@@ -14,8 +14,17 @@ inline namespace v0_1 {
 
 /// An averaging policy: option values, one fact, `check()`, and a `State`.
 ///
-/// What the compiler cannot check: `update(found_inf)` leaves the average bitwise alone where `found_inf` is 1, even if
-/// a weight is NaN; `use_weights()` after `use_average()` restores every weight bitwise, and both keep every address.
+/// What the compiler cannot check:
+///  - `update(found_inf)` is called after every step. Null means that no step can be skipped; where it is 1 the average
+///    stays bitwise as it was, even if a weight is NaN.
+///  - `use_average()` writes the average into the weights (`master`), `use_weights()` restores them bitwise; both keep
+///    every address and leave the average alone.
+///  - The two nest, because an evaluation may run within an evaluation: only the outermost pair writes. `use_weights()`
+///    without `use_average()` does nothing.
+///  - The list of parameters holds frozen ones (without `requires_grad()`) as well, which must stay bitwise as they
+///  are.
+///  - `for_each_state` visits each average under the name of its parameter and in its shape; under other names it may
+///    visit more that is to be saved, such as a counter.
 template <class P>
 concept averaging_policy = policy_of<P, axis::Averaging> &&
     requires(const P policy, typename P::State state, const ParameterList& parameters, const at::Tensor* found_inf) {

@@ -46,7 +46,7 @@ class Shard {
   std::int64_t position(std::int64_t i) const { return (rank_ + i * ranks_) % std::max<std::int64_t>(rows_, 1); }
   /// Batches of `batch_size` rows on this rank; with `full`, on all ranks those that no rank has fewer rows of.
   std::int64_t batches(std::int64_t batch_size, bool full) const {
-    return full ? fewest_ / batch_size : (size_ + batch_size - 1) / batch_size;
+    return full ? fewest_ / batch_size : size_ / batch_size + (size_ % batch_size == 0 ? 0 : 1);
   }
 
  private:

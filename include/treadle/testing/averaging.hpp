@@ -5,7 +5,9 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 
+#include <cstdint>
 #include <limits>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -36,18 +38,26 @@ Violations check_averaging_contract(const P& policy = {}, at::Device device = at
     for (const auto& p : parameters)
       if (p.model.requires_grad()) p.master.detach().add_(by);
   };
-  std::set<std::string> names;
-  for (const auto& p : parameters) names.insert(p.name);
+  std::map<std::string, std::vector<std::int64_t>> shapes;
+  for (const auto& p : parameters) shapes[p.name] = p.master.sizes().vec();
   std::vector<const void*> places;
   for (const auto& p : parameters) places.push_back(p.master.const_data_ptr());
 
   const auto first = detail::visited(state);
   report.require(P::averages || first.empty(), "averages is false, so for_each_state() must have nothing to visit.");
   report.require(!P::averages || !first.empty(), "averages is true, so for_each_state() must visit the averages.");
+  std::set<std::string> seen;
+  bool any = false;
   state.for_each_state([&](const std::string& name, at::Tensor& tensor) {
     report.require(tensor.defined(), "for_each_state() must visit defined tensors.");
-    report.require(names.contains(name), "for_each_state() must name an average as its parameter.");
+    report.require(seen.insert(name).second, "for_each_state() must visit each name once.");
+    const auto parameter = shapes.find(name);
+    if (parameter == shapes.end()) return;  // more state, such as a counter
+    any = true;
+    report.require(tensor.defined() && tensor.sizes() == parameter->second,
+                   "for_each_state() must visit under a parameter's name what has its shape.");
   });
+  report.require(!P::averages || any, "for_each_state() must name an average as its parameter.");
 
   move(1.0);
   state.update(nullptr);
@@ -75,6 +85,18 @@ Violations check_averaging_contract(const P& policy = {}, at::Device device = at
   report.require(P::averages != detail::same_bits(weights(), before),
                  "use_average() must write the average into the weights, and nothing without one.");
   report.require(detail::same_bits(detail::visited(state), third), "use_average() must keep the average.");
+  i = 0;
+  for (const auto& p : parameters) {
+    report.require(p.model.requires_grad() || detail::same_bits(p.master, before[i]),
+                   "use_average() must leave frozen parameters bitwise alone.");
+    ++i;
+  }
+  const auto averaged = weights();
+  state.use_average();  // an evaluation within an evaluation
+  report.require(detail::same_bits(weights(), averaged), "use_average() within use_average() must change nothing.");
+  state.use_weights();
+  report.require(detail::same_bits(weights(), averaged),
+                 "use_weights() must restore the weights when it ends the outermost use_average(), no earlier.");
   state.use_weights();
   report.require(detail::same_bits(weights(), before),
                  "use_weights() after use_average() must restore every weight bitwise.");
