@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rules between axes, on policies that have nothing but the facts which the rules look at.
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/rmsprop.h>
 #include <treadle/treadle.hpp>
 
@@ -90,5 +91,11 @@ inline auto a = made<Adapted, td::nonfinite::Stop, td::precision::Bf16>;
 // expect: treadle::Trainer: a checkpointing policy needs to be given the blocks to recompute
 inline void b(td::Trainer<Net, Objective, td::optim::AdamW, td::Policies<Recomputing>>& trainer) {
   trainer.accumulate(td::Batch{});
+}
+#elif CASE == 5
+// expect: treadle::optim::adapt: the optimizer's step() needs a closure
+inline auto a(Net& net) {
+  const auto make = [](std::vector<at::Tensor>& parameters) { return torch::optim::LBFGS(parameters); };
+  return sizeof(td::Trainer{net, Objective{}, td::optim::adapt(make)});
 }
 #endif
