@@ -44,15 +44,53 @@ Loss as_loss(const Batch& batch, Call&& call) {
     return Loss::mean(call(), treadle::rows(batch));
 }
 
+/// Stands for any lvalue, to find out which parameter an objective does not take.
+struct Anything {
+  template <class T>
+  operator T&() const;
+};
+template <class Objective, class Model, class Batch, class Context>
+inline constexpr bool takes =
+    std::invocable<Objective&, Model, Batch> || std::invocable<Objective&, Model, Batch, Context&>;
+template <class Objective, class Model, class Batch, class Context>
+inline constexpr bool takes_context_by_value = requires(Objective& objective, Model& model, const Batch& batch,
+                                                        Context (&made)()) {
+  objective(model, batch, made());
+};
+
+/// Why an objective cannot be called with this model and batch, in the most specific sentence that fits.
+template <class Objective, class Model, class Batch, class Context>
+consteval void check_objective() {
+  if constexpr (!takes<Objective, Model&, const Batch&, Context>) {
+    constexpr bool by_value = takes_context_by_value<Objective, Model, Batch, Context>;
+    constexpr bool changes = !by_value && takes<Objective, Model&, Batch&, Context>;
+    constexpr bool batch = !by_value && !changes && takes<Objective, Model&, Anything, Context>;
+    constexpr bool model = !by_value && !changes && !batch && takes<Objective, Anything, const Batch&, Context>;
+    static_assert(!by_value,
+                  "treadle::Trainer: the objective takes the step context by value, which would be a copy; let its "
+                  "third parameter be auto& step.");
+    static_assert(!changes,
+                  "treadle::Trainer: the objective takes the batch by non-const reference; a batch is not its to "
+                  "change, so let its second parameter be const Batch&.");
+    static_assert(!batch,
+                  "treadle::Trainer: the objective takes another type of batch than the loader gives; let its second "
+                  "parameter be a const reference to what iterating over the loader yields.");
+    static_assert(!model,
+                  "treadle::Trainer: the objective takes another type of model than the trainer has; let its first "
+                  "parameter be a reference to the model itself, which for a module holder Net is NetImpl&.");
+    static_assert(
+        by_value || changes || batch || model,
+        "treadle::Trainer: the objective cannot be called as objective(model, batch) nor as objective(model, "
+        "batch, step) with this model and batch type; its parameters must be (Model&, const Batch&) or (Model&, "
+        "const Batch&, auto& step).");
+  }
+}
+
 /// The objective's loss. A plain tensor is taken as the mean over the batch's rows.
 template <class Objective, class Model, class Batch, class Context>
 Loss call_objective(Objective& objective, Model& model, const Batch& batch, Context& context) {
   constexpr bool with_context = takes_context<Objective, Model, Batch, Context>;
-  static_assert(
-      with_context || takes_batch<Objective, Model, Batch>,
-      "treadle::Trainer: the objective cannot be called as objective(model, batch) nor as objective(model, "
-      "batch, step) with this model and batch type; its parameters must be (Model&, const Batch&) or (Model&, "
-      "const Batch&, auto& step).");
+  check_objective<Objective, Model, Batch, Context>();
   if constexpr (with_context)
     return as_loss(batch, [&]() -> decltype(auto) { return objective(model, batch, context); });
   else if constexpr (takes_batch<Objective, Model, Batch>)

@@ -4,6 +4,7 @@
 #include <treadle/treadle.hpp>
 
 #include <memory>
+#include <vector>
 
 namespace td = treadle;
 using Net = torch::nn::LinearImpl;
@@ -134,11 +135,22 @@ inline void nothing(Net& net) {
       net, [](Net&, const td::Batch&, auto& step) { step.record("x", 1.0, 1); }, td::Batch{});
 }
 #elif CASE == 6
-// A batch that the objective would change.
-// expect: treadle::Trainer: the objective cannot be called as objective(model, batch)
+// A batch that the objective would change; one of another type; a step context that would be copied.
+// expect: treadle::Trainer: the objective takes the batch by non-const reference
 inline void changes(Net& net) {
   train(
       net, [](Net& n, td::Batch& b) { return n.forward(b.data).sum(); }, td::Batch{});
+}
+// expect: treadle::Trainer: the objective takes another type of batch than the loader gives
+inline void other_batch(Net& net) {
+  train(
+      net, [](Net& n, const std::vector<at::Tensor>& b, auto&) { return n.forward(b[0]).sum(); }, td::Batch{});
+}
+// expect: treadle::Trainer: the objective takes the step context by value
+inline void copies(Net& net) {
+  train(
+      net, [](auto& n, const auto& b, auto step) { return step.record("x", 1.0, 1), n.forward(b.data).sum(); },
+      td::Batch{});
 }
 // expect: treadle::Trainer: the objective must return a treadle::Loss
 inline void list(Net& net) {
@@ -146,11 +158,22 @@ inline void list(Net& net) {
       net, [](Net& n, const td::Batch& b) { return std::vector<at::Tensor>{n.forward(b.data).sum()}; }, td::Batch{});
 }
 #elif CASE == 7
-// Another model's objective.
-// expect: treadle::Trainer: the objective cannot be called as objective(model, batch)
+// Another model's objective, and one for the holder of the right model.
+// expect: treadle::Trainer: the objective takes another type of model than the trainer has
 inline void other(Net& net) {
   train(
       net, [](torch::nn::BilinearImpl& n, const td::Batch&) { return n.weight.sum(); }, td::Batch{});
+}
+#elif CASE == 10
+// expect: treadle::Trainer: the objective takes another type of model than the trainer has
+struct ForHolder {
+  td::Loss operator()(torch::nn::Linear& net, const td::Batch& batch, auto& step) const {
+    step.record("rows", 1.0, 1);
+    return td::mean_loss(net->forward(batch.data), batch.target);
+  }
+};
+inline void holder(Net& net) {
+  train(net, ForHolder{}, td::Batch{});
 }
 #elif CASE == 8
 // expect: treadle: a batch type has more than 12 fields
