@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// treadle-twin: ARGS --epochs 1 TIMEOUT 600 TOLERANCE 100 NUMBERS test loss:|test accuracy:
+// treadle-twin: ARGS --epochs 1 TIMEOUT 1200 TOLERANCE 100 NUMBERS test loss:|test accuracy:
 // The twin of ../01_quickstart.cpp with the loop in LibTorch alone: the same model, order of images and schedule, and
 // the same numbers. Only the reading of the images is shared.
 #include <torch/torch.h>
