@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,8 +20,14 @@ namespace treadle_test {
 
 namespace td = treadle;
 
-/// The first CUDA device if there is one, else the CPU: the same tests run on both.
+/// Where a program's tests run, if it says so.
+inline std::optional<at::Device>& chosen_device() {
+  static std::optional<at::Device> chosen;
+  return chosen;
+}
+/// Else the first CUDA device if there is one, else the CPU: the same tests run on both.
 inline at::Device device() {
+  if (chosen_device()) return *chosen_device();
   return torch::cuda::is_available() ? at::Device(at::kCUDA, 0) : at::Device(at::kCPU);
 }
 

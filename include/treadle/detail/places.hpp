@@ -56,8 +56,8 @@ class Places {
   };
 
   [[gnu::always_inline]] static const void* address_of(const at::Tensor& tensor) {
-    const auto* impl = tensor.unsafeGetTensorImpl();
-    return impl->has_storage() ? impl->unsafe_storage().data() : nullptr;
+    const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();  // without the virtual has_storage()
+    return storage ? storage.data() : nullptr;
   }
   static void check(const char* kind, const std::string& name, const at::Tensor& tensor, const Place& place) {
     const std::string subject = std::string("treadle::Trainer: ") + kind + " '" + name + "' ";

@@ -3,12 +3,13 @@
 //
 // LibTorch contains Gloo and exports ProcessGroupGloo, but its header includes Gloo's own headers, which LibTorch does
 // not ship. `treadle/shims` declares the few names that it refers to, by pointer only: nothing is ever made of them
-// here, so their layout does not matter. The folder is on the include path of the CMake target treadle::distributed, and
-// only where LibTorch brings no Gloo headers.
+// here, so their layout does not matter. The folder is on the include path of the CMake target treadle::distributed,
+// and only where LibTorch brings no Gloo headers.
 #pragma once
 
 #if !__has_include(<gloo/transport/device.h>)
-#error "treadle: Gloo's headers were not found; link the CMake target treadle::distributed, which brings what is needed."
+#error \
+    "treadle: Gloo's headers were not found; link the CMake target treadle::distributed, which brings what is needed."
 #endif
 
 #include <c10/util/intrusive_ptr.h>

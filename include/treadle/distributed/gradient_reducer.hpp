@@ -53,11 +53,11 @@ class GradientReducer {
     std::ranges::reverse(buckets);  // gradients come about in the reverse order of use
     std::unordered_map<std::size_t, std::string> by_index;
     for (std::size_t i = 0; i < names_.size(); ++i) by_index[i] = names_[i];
-    reducer_ = std::make_shared<c10d::Reducer>(
-        tensors_, std::move(buckets), group.c10d(), sparse, options.bucket_bytes,
-        /*find_unused_parameters=*/Use == ParameterUse::Find, options.bucket_views, std::move(by_index),
-        options.first_bucket_bytes, /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
-        std::vector<std::int64_t>{});
+    reducer_ = std::make_shared<c10d::Reducer>(tensors_, std::move(buckets), group.c10d(), sparse, options.bucket_bytes,
+                                               /*find_unused_parameters=*/Use == ParameterUse::Find,
+                                               options.bucket_views, std::move(by_index), options.first_bucket_bytes,
+                                               /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
+                                               std::vector<std::int64_t>{});
     logger_ = std::make_shared<c10d::Logger>(reducer_);
     reducer_->set_logger(logger_);
     set_wire(*reducer_, options.wire, group.c10d());
@@ -74,10 +74,10 @@ class GradientReducer {
     reducer_->prepare_for_forward();
     reducer_->rebuild_buckets();  // once, after the first reduction
   }
-  /// Between that pass and its backward pass, which starts from `root`.
-  void before_backward(const at::Tensor& root) {
+  /// Between that pass and its backward pass, which starts from `root`; `graphs` is what a search looks through.
+  void before_backward(const at::Tensor& root, const std::vector<at::Tensor>& graphs) {
     if constexpr (Use == ParameterUse::Find)
-      reducer_->prepare_for_backward({root});
+      reducer_->prepare_for_backward(graphs);
     else
       reducer_->prepare_for_backward({});
     if constexpr (Use == ParameterUse::Static) {
@@ -101,7 +101,7 @@ class GradientReducer {
   /// Both passes in place of a rank's that has nothing to count: its gradients are what they are, plus zero.
   void reduce_zeros() {
     if constexpr (Use == ParameterUse::Every) {
-      before_backward({});
+      before_backward({}, {});
       std::vector<at::Tensor> zeros;
       for (const auto& tensor : tensors_) zeros.push_back(at::zeros_like(tensor));
       torch::autograd::backward(tensors_, zeros);
@@ -111,7 +111,7 @@ class GradientReducer {
       at::Tensor root = tensors_[0].sum().mul(0);
       if constexpr (Use == ParameterUse::Static)
         for (std::size_t i = 1; i < tensors_.size(); ++i) root = root + tensors_[i].sum().mul(0).to(root.scalar_type());
-      before_backward(root);
+      before_backward(root, {root});
       torch::autograd::backward({root}, {at::zeros_like(root)});
     }
     after_backward();

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -35,6 +37,25 @@ class MasterGradients {
   MasterGradients& operator=(const MasterGradients&) = delete;
   ~MasterGradients() {
     for (const auto& weight : weights_) torch::autograd::impl::set_post_acc_grad_hooks(weight, nullptr);
+  }
+
+  /// Graphs in which a search finds the parameters that `root` depends on, with a master in place of its weight.
+  std::vector<at::Tensor> graphs_of(const at::Tensor& root) const {
+    std::vector<at::Tensor> graphs{root};
+    if (weights_.empty()) return graphs;
+    std::unordered_set<torch::autograd::Node*> seen;
+    std::vector<torch::autograd::Node*> queue{root.grad_fn().get()};
+    while (!queue.empty()) {
+      auto* node = queue.back();
+      queue.pop_back();
+      if (node == nullptr || !seen.insert(node).second) continue;
+      for (const auto& edge : node->next_edges()) queue.push_back(edge.function.get());
+    }
+    const at::AutoGradMode with_grad(true);
+    for (std::size_t i = 0; i < weights_.size(); ++i)
+      if (seen.contains(torch::autograd::impl::grad_accumulator(weights_[i]).get()))
+        graphs.push_back(masters_[i].view_as(masters_[i]));
+    return graphs;
   }
 
   /// Moves the masters' gradients to where the rule looks for them.

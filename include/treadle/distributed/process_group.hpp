@@ -21,6 +21,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -156,10 +157,10 @@ class ProcessGroup {
   [[noreturn]] void fail(const std::string& what, const std::string& reason) {
     lost_ = true;
     const std::string first = first_failure();
-    throw DistributedError("treadle::ProcessGroup: rank " + std::to_string(world_.rank) + " of " +
-                           std::to_string(world_.world_size) + " lost the others in " + what + " (" + reason + "); " +
-                           (first.empty() ? "look at the first rank that ended or stood still."
-                                          : "the first to fail was " + first));
+    throw DistributedError(
+        "treadle::ProcessGroup: rank " + std::to_string(world_.rank) + " of " + std::to_string(world_.world_size) +
+        " lost the others in " + what + " (" + reason + "); " +
+        (first.empty() ? "look at the first rank that ended or stood still." : "the first to fail was " + first));
   }
 
   /// Runs `f`, whose exceptions are taken as failures of `what`.
@@ -178,8 +179,10 @@ class ProcessGroup {
   /// Whether an exception that came through other code is a collective's.
   static bool is_collective_failure(const std::exception& error) {
     if (dynamic_cast<const c10::DistError*>(&error) != nullptr) return true;
+    const std::string_view type = typeid(error).name();  // Gloo's own types are known here by name only
     const std::string_view text = error.what();
-    return text.find("gloo") != text.npos || text.find("NCCL") != text.npos;
+    return type.find("gloo") != type.npos || text.find("gloo") != text.npos || text.find("NCCL") != text.npos ||
+           text.find("pair closure") != text.npos;
   }
   static std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 

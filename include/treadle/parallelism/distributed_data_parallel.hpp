@@ -130,7 +130,8 @@ class DistributedDataParallel<Use>::State {
     if (!synchronizes) return stages.backward(loss.value, weight);
     if (reduces) share(stages.share());
     reduce([&] {
-      reducer_->before_backward(loss.value);
+      const bool searches = Use == ParameterUse::Find;
+      reducer_->before_backward(loss.value, searches ? masters_->graphs_of(loss.value) : std::vector<at::Tensor>{});
       stages.backward(loss.value, weight);
       reducer_->after_backward();
     });
@@ -194,7 +195,8 @@ class DistributedDataParallel<Use>::State {
     if (std::exchange(prepared_, true)) return;
     group_.guarded("the buckets' rebuilding", [&] { reducer_->before_forward(); });
   }
-  /// A backward pass whose gradients are reduced. Its own errors go on as they are, lost ranks become a DistributedError.
+  /// A backward pass whose gradients are reduced. Its own errors go on as they are, lost ranks become a
+  /// DistributedError.
   template <class Pass>
   void reduce(Pass&& pass) {
     const Stage before = std::exchange(stage_, Stage::Reducing);

@@ -62,6 +62,7 @@ class Window {
       : seed_(device),
         ratio_(device),
         divisor_(at::empty_like(seed_.hold(1.0))),
+        on_host_(device.is_cpu()),
         ranks_(static_cast<double>(ranks)),
         single_(single) {}
 
@@ -136,7 +137,7 @@ class Window {
   /// Whether nothing was counted, on any rank, where the host knows it.
   bool empty() const { return !counts_on_device() && host_total() == 0; }
   /// Whether part of the count of all ranks lives on the device.
-  bool counts_on_device() const { return totals_.defined() ? !totals_.is_cpu() : device_count_.defined(); }
+  bool counts_on_device() const { return totals_.defined() ? !on_host_ : device_count_.defined(); }
   /// The whole count of all ranks on the device: fp32 scalar.
   at::Tensor total_count() const { return totals_.defined() ? totals_[0].to(at::kFloat) : own_count(); }
 
@@ -231,6 +232,7 @@ class Window {
   std::optional<at::Tensor> made_seed_;
   HostScalar ratio_;
   at::Tensor divisor_;
+  bool on_host_ = true;
   double ranks_ = 1;
   bool single_ = true;
   bool own_seeds_ = false;
