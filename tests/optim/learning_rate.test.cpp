@@ -2,6 +2,9 @@
 // The learning rates on the device, parameter groups, and the patterns that choose them.
 #include "treadle/optim/learning_rate.hpp"
 
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
 #include "support/throws.hpp"
 #include "support/tiny.hpp"
 
@@ -19,6 +22,22 @@ td::ParameterList named(const std::vector<std::string>& names) {
   for (const auto& name : names) parameters.push_back({name, at::zeros({1}), at::zeros({1})});
   return {std::move(parameters), at::kCPU};
 }
+
+/// Notes how much memory is asked for on the CPU while it lives.
+struct Asked : c10::Allocator {
+  Asked() : real(c10::GetCPUAllocator()) { c10::SetCPUAllocator(this); }
+  Asked(const Asked&) = delete;
+  Asked& operator=(const Asked&) = delete;
+  ~Asked() override { c10::SetCPUAllocator(real); }
+  c10::DataPtr allocate(std::size_t bytes) override {
+    sizes.push_back(bytes);
+    return real->allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return real->raw_deleter(); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { real->copy_data(to, from, bytes); }
+  c10::Allocator* real;
+  std::vector<std::size_t> sizes{};
+};
 }  // namespace
 
 TEST_CASE("patterns") {
@@ -105,6 +124,28 @@ TEST_CASE("a plan starts the schedule anew, and scale lasts beyond it") {
   rates.plan(4);
   rates.look_up();
   CHECK(read(rates) == std::vector<double>{0.5});
+}
+
+TEST_CASE("a plan is written over the one before if it is no longer") {
+  LearningRate rates(td::schedule::linear(), {1.0, 0.1}, at::kCPU);
+  rates.plan(8);
+  for (const std::int64_t steps : {8, 4, 2, 8}) {
+    CAPTURE(steps);
+    {
+      const Asked memory;
+      rates.plan(steps);
+      CHECK(memory.sizes.empty());
+    }
+    for (std::int64_t t = 0; t < steps + 2; ++t) {
+      rates.look_up();
+      const auto want = static_cast<float>(t < steps ? 1.0 - static_cast<double>(t) / static_cast<double>(steps) : 0.0);
+      CHECK(rates.of(0).item<float>() == want);
+      rates.advance(nullptr);
+    }
+  }
+  const Asked memory;
+  rates.plan(9);
+  CHECK(memory.sizes.size() == 1);
 }
 
 TEST_CASE("constant rates are there without a look-up") {

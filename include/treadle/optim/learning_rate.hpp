@@ -18,7 +18,8 @@ namespace treadle {
 inline namespace v0_1 {
 namespace optim {
 
-/// One fp32 learning rate a group, at a fixed address; a schedule is a table indexed by the applied steps.
+/// One fp32 learning rate a group, at a fixed address; a schedule is a table indexed by the applied steps, whose memory
+/// stays in its place until `plan` needs more of it.
 class LearningRate {
  public:
   LearningRate(Schedule schedule, std::vector<double> base_rates, at::Device device)
@@ -31,8 +32,8 @@ class LearningRate {
     if (schedule_.constant() || !schedule_.needs_horizon()) plan(0);
   }
 
-  /// Tabulates the schedule for a run of `run_steps` (0: unknown) that starts now. Throws `ConfigError` where the
-  /// schedule does not fit.
+  /// Tabulates the schedule for a run of `run_steps` (0: unknown) that starts now, in place unless the table is longer
+  /// than every one before. Throws `ConfigError` where the schedule does not fit.
   void plan(std::int64_t run_steps) {
     set_table(schedule_.tabulate(run_steps));
     position_.zero_();
@@ -93,7 +94,13 @@ class LearningRate {
     last_ = schedule_.constant() ? 0 : steps - 1;
     auto host = at::from_blob(values.data(), {steps, groups}, at::kFloat);
     rates_.copy_(host.narrow(0, 0, 1));
-    if (last_ > 0) table_ = host.to(rates_.device(), /*non_blocking=*/false, /*copy=*/true);
+    if (last_ == 0) return;
+    if (!table_.defined() || table_.size(0) < steps) {
+      table_ = host.to(rates_.device(), /*non_blocking=*/false, /*copy=*/true);
+      return;
+    }
+    table_.narrow(0, 0, steps).copy_(host);
+    table_.narrow(0, steps, table_.size(0) - steps).copy_(host.narrow(0, steps - 1, 1));  // the last holds for ever
   }
 
   Schedule schedule_;
