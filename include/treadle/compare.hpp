@@ -25,6 +25,7 @@
 #include "treadle/loader.hpp"
 #include "treadle/policies.hpp"
 #include "treadle/runtime/device.hpp"
+#include "treadle/runtime/random.hpp"
 #include "treadle/runtime/sink.hpp"
 
 namespace treadle {
@@ -46,6 +47,7 @@ class Comparing {
       : make_(make), batches_(std::move(batches)), options_(options), sets_(sets...) {}
 
   Comparison run() {
+    const GeneratorGuard generators;  // each combination seeds those of the process
     [&]<std::size_t... I>(std::index_sequence<I...>) {
       (check<I>(), ...);
     }
@@ -209,8 +211,9 @@ auto first_batches(Range& range, std::int64_t count) {
 /// `make_trainer(policies)` returns a new trainer with a new model. First, each combination alone makes `check_steps`
 /// steps: their losses must agree with the baseline's within the tolerance (where windows have other lengths or
 /// clipping differs, the first step's), and their peak of memory is taken. Then all are timed in interleaved blocks on
-/// the loader's first batches, so all must fit into memory together. Throws `Error` for losses that differ,
-/// `ConfigError` and `DataError` for options and loaders that cannot work.
+/// the loader's first batches, so all must fit into memory together. The default generators are seeded meanwhile, and
+/// put back. Throws `Error` for losses that differ, `ConfigError` and `DataError` for options and loaders that cannot
+/// work.
 template <class Make, loader Loader, policy_set... Sets>
 requires(sizeof...(Sets) > 0) Comparison
     compare(Make&& make_trainer, Loader&& loader, const CompareOptions& options, const Sets&... sets) {

@@ -260,3 +260,18 @@ TEST_CASE("options and loaders that cannot work are refused") {
              td::compare<td::Policies<>>(make, data, with([](auto& o) { o.tolerance = -1; })));
   CHECK_SAYS(td::DataError, "gave no batch", td::compare<td::Policies<>>(make, std::vector<td::Batch>{}, quick));
 }
+
+TEST_CASE("a comparison leaves the random numbers of the program where they were") {
+  const auto loader = batches();
+  torch::manual_seed(7);
+  const auto want = torch::rand({4});
+  for (const bool disagree : {false, true}) {
+    torch::manual_seed(7);
+    if (disagree)
+      CHECK_THROWS_AS(td::compare(make_wrong, loader, quick, td::policies(), td::policies(td::precision::Bf16{})),
+                      td::Error);
+    else
+      td::compare(make, loader, quick, td::policies(), td::policies(td::precision::Bf16{}));
+    CHECK(torch::rand({4}).equal(want));
+  }
+}

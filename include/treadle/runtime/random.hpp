@@ -14,10 +14,14 @@
 namespace treadle {
 inline namespace v0_1 {
 
-/// Restores the default generators of the CPU and of `device` when it ends, so that what runs meanwhile leaves no trace
-/// in the random numbers of training.
+/// Restores the default generators of the CPU and of `device`, or of every CUDA device, when it ends, so that what runs
+/// meanwhile leaves no trace in the random numbers of training.
 class GeneratorGuard {
  public:
+  GeneratorGuard() {
+    save(at::Device(at::kCPU));
+    for (std::size_t i = 0; i < at::getNumGPUs(); ++i) save(at::Device(at::kCUDA, static_cast<at::DeviceIndex>(i)));
+  }
   explicit GeneratorGuard(at::Device device) {
     save(at::Device(at::kCPU));
     if (!device.is_cpu()) save(device);
