@@ -3,7 +3,6 @@
 #pragma once
 
 #include <concepts>
-#include <string_view>
 #include <type_traits>
 
 #include "treadle/version.hpp"
@@ -12,30 +11,14 @@ namespace treadle {
 inline namespace v0_1 {
 
 namespace axis {
-struct Precision {
-  static constexpr std::string_view name = "precision";
-};
-struct Parallelism {
-  static constexpr std::string_view name = "parallelism";
-};
-struct Accumulation {
-  static constexpr std::string_view name = "accumulation";
-};
-struct Checkpointing {
-  static constexpr std::string_view name = "checkpointing";
-};
-struct Execution {
-  static constexpr std::string_view name = "execution";
-};
-struct Clipping {
-  static constexpr std::string_view name = "clipping";
-};
-struct NonFinite {
-  static constexpr std::string_view name = "non-finite";
-};
-struct Averaging {
-  static constexpr std::string_view name = "averaging";
-};
+struct Precision {};
+struct Parallelism {};
+struct Accumulation {};
+struct Checkpointing {};
+struct Execution {};
+struct Clipping {};
+struct NonFinite {};
+struct Averaging {};
 }  // namespace axis
 
 /// `P` opted into `Axis` by name; what else it must offer stands in `<axis>/concept.hpp`.

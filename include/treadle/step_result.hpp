@@ -12,7 +12,7 @@ inline namespace v0_1 {
 
 /// What one step did. Its tensors are scalars on the device, are not read on the host, and stay valid when kept.
 struct StepResult {
-  at::Tensor loss;         ///< mean over everything that the window counted
+  at::Tensor loss;         ///< mean over everything that the window counted; undefined for a window without rows
   at::Tensor grad_norm{};  ///< norm of the true gradient before clipping; undefined unless the clipping measures it
   at::Tensor skipped{};    ///< fp32, 1 if the step changed nothing; undefined if no step can be skipped
   Records records{};       ///< what the objective recorded

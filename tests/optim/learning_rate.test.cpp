@@ -13,8 +13,8 @@ namespace td = treadle;
 using td::optim::LearningRate;
 using namespace treadle_test;
 
-std::vector<double> read(const LearningRate& rates) {
-  const auto host = rates.rates().cpu();
+std::vector<double> read(LearningRate& rates) {
+  const auto host = state_of(rates).at("learning_rates").cpu();
   return {host.data_ptr<float>(), host.data_ptr<float>() + host.numel()};
 }
 td::ParameterList named(const std::vector<std::string>& names) {

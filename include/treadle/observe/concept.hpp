@@ -157,7 +157,6 @@ class Set {
 
  public:
   static constexpr bool wants_gradients = (detail::asks_for_gradients<Observers> || ...);
-  static constexpr bool empty = sizeof...(Observers) == 0;
 
   Set() = default;
   explicit Set(Observers... observers) requires(sizeof...(Observers) > 0) : observers_(std::move(observers)...) {}

@@ -65,8 +65,6 @@ class LearningRate {
 
   /// The rate of group `g`: fp32, one element.
   const at::Tensor& of(std::size_t g) const { return views_[g]; }
-  /// The rates of all groups: fp32 `[groups]`.
-  at::Tensor rates() const { return rates_.select(0, 0); }
 
   /// Multiplies every rate, now and for the rest of the schedule. Throws `ConfigError` for a factor that is negative or
   /// not finite.
