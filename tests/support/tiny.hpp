@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "treadle/testing/report.hpp"
 #include "treadle/treadle.hpp"
 
 #include "support/doctest.hpp"
@@ -161,13 +162,7 @@ State everything(Trainer& trainer) {
   return all;
 }
 
-/// Same bits, so that NaN equals NaN and 0 is not -0.
-inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.defined() || !b.defined()) return a.defined() == b.defined();
-  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
-  const auto bytes = [](const at::Tensor& t) { return t.detach().cpu().contiguous().flatten().view(at::kByte); };
-  return a.numel() == 0 || at::equal(bytes(a), bytes(b));
-}
+using td::testing::detail::same_bits;  // so that NaN equals NaN and 0 is not -0
 /// The first difference in words, or nothing.
 inline std::string difference(const State& got, const State& want) {
   for (const auto& [name, tensor] : want) {

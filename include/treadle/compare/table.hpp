@@ -47,26 +47,6 @@ inline std::string mebibytes(const std::optional<std::int64_t>& bytes) {
   return bytes ? fixed_number(static_cast<double>(*bytes) / (1 << 20), *bytes < (100 << 20) ? 2 : 0) : "-";
 }
 
-/// Columns flush right but for the first one, with a rule below the first line.
-inline std::string columns(const std::vector<std::vector<std::string>>& cells) {
-  std::vector<std::size_t> widths(cells[0].size());
-  for (const auto& row : cells)
-    for (std::size_t c = 0; c < row.size(); ++c) widths[c] = std::max(widths[c], text_width(row[c]));
-  std::string out;
-  for (std::size_t r = 0; r < cells.size(); ++r) {
-    for (std::size_t c = 0; c < widths.size(); ++c) {
-      const std::string fill(widths[c] - text_width(cells[r][c]), ' ');
-      out += c == 0 ? cells[r][c] + fill : "  " + fill + cells[r][c];
-    }
-    if (r == 0) {
-      out += '\n';
-      for (std::size_t c = 0; c < widths.size(); ++c) out.append(c == 0 ? 0 : 2, ' ').append(widths[c], '-');
-    }
-    if (r + 1 < cells.size()) out += '\n';
-  }
-  return out;
-}
-
 inline std::string loss_verdict(const ComparisonRow& row, bool baseline) {
   if (baseline) return "baseline";
   const std::string steps = std::to_string(row.checked) + (row.checked == 1 ? " step" : " steps");
@@ -84,7 +64,7 @@ inline std::string Comparison::text() const {
                      detail::fixed_number(row.time_ratio, 3), detail::mebibytes(row.peak_bytes),
                      detail::mebibytes(row.reserved_bytes),
                      row.peak_bytes ? detail::fixed_number(row.memory_ratio, 3) : "-"});
-  return detail::columns(cells);
+  return detail::aligned(cells, /*first_left=*/true);
 }
 
 }  // namespace v0_1

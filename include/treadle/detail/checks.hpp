@@ -138,11 +138,7 @@ inline bool is_plain_loss(const at::Tensor& value) {
 
 /// Throws `ConfigError` for a loss that has no backward pass, else returns false: it is not a plain one.
 [[gnu::cold]] inline bool check_loss(const at::Tensor& value) {
-  if (!value.defined())
-    throw ConfigError("treadle::Trainer: the objective returned an undefined tensor; return the loss it computed.");
-  if (value.numel() != 1)
-    throw ConfigError("treadle::Trainer: the objective returned a loss of " + std::to_string(value.numel()) +
-                      " elements; reduce it to its mean(), or to a treadle::Loss of its sum() and count.");
+  require_scalar(value);
   if (!value.requires_grad())
     throw ConfigError(
         "treadle::Trainer: the objective's loss has no gradient; it must depend on parameters that require "

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "treadle/axis.hpp"
+#include "treadle/nonfinite/plain_state.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
@@ -11,8 +12,8 @@ namespace nonfinite {
 
 /// Applies whatever the backward pass gave.
 ///
-/// This is the axis's no-op policy and the worked example of `nonfinite/concept.hpp`. Under `Fp16` the loss scale still
-/// backs off on overflow, but the overflowed update is applied: prefer `Skip`.
+/// This is the axis's no-op policy and, with `plain_state.hpp`, the worked example of `nonfinite/concept.hpp`. Under
+/// `Fp16` the loss scale still backs off on overflow, but the overflowed update is applied: prefer `Skip`.
 struct Ignore {
   using policy_axis = axis::NonFinite;
   static constexpr bool selects = false;
@@ -21,14 +22,9 @@ struct Ignore {
   bool operator==(const Ignore&) const = default;
   void check() const {}
 
-  class State {
+  class State : public PlainState {
    public:
     State(const Ignore&, at::Device) {}
-    template <class Window, class Verdict>
-    void judge(const Window&, Verdict&, bool /*loss_scale*/) const {}
-    void report() const {}
-    template <class Visitor>
-    void for_each_state(Visitor&&) {}
   };
 };
 

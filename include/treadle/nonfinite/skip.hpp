@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "treadle/axis.hpp"
+#include "treadle/nonfinite/plain_state.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
@@ -19,14 +20,9 @@ struct Skip {
   bool operator==(const Skip&) const = default;
   void check() const {}
 
-  class State {
+  class State : public PlainState {
    public:
     State(const Skip&, at::Device) {}
-    template <class Window, class Verdict>
-    void judge(const Window&, Verdict&, bool /*loss_scale*/) const {}
-    void report() const {}
-    template <class Visitor>
-    void for_each_state(Visitor&&) {}
   };
 };
 

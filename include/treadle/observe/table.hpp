@@ -100,26 +100,7 @@ class Table {
       if (waited) row.push_back(percent(event.data_wait));
       cells.push_back(std::move(row));
     }
-    return aligned(cells);
-  }
-
-  /// Columns flush right, with a rule below the first line.
-  static std::string aligned(const std::vector<std::vector<std::string>>& cells) {
-    std::vector<std::size_t> widths(cells[0].size());
-    for (const auto& row : cells)
-      for (std::size_t c = 0; c < row.size(); ++c) widths[c] = std::max(widths[c], treadle::detail::text_width(row[c]));
-    std::string out;
-    for (std::size_t r = 0; r < cells.size(); ++r) {
-      for (std::size_t c = 0; c < widths.size(); ++c)
-        out.append(c == 0 ? 0 : 2, ' ')
-            .append(widths[c] - treadle::detail::text_width(cells[r][c]), ' ')
-            .append(cells[r][c]);
-      out += '\n';
-      if (r > 0) continue;
-      for (std::size_t c = 0; c < widths.size(); ++c) out.append(c == 0 ? 0 : 2, ' ').append(widths[c], '-');
-      out += '\n';
-    }
-    return out;
+    return treadle::detail::aligned(cells, /*first_left=*/false) + '\n';
   }
 
   TableOptions options_;

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "treadle/version.hpp"
 
@@ -76,6 +77,27 @@ inline std::string_view cut_text(std::string_view text, std::size_t width) {
     if ((static_cast<unsigned char>(text[end]) & 0xC0U) != 0x80U && ++column > width) break;
   }
   return text.substr(0, end);
+}
+
+/// Lines of equally many cells in columns flush right, the first one flush left if asked, with a rule below the first
+/// line; no line break at the end.
+inline std::string aligned(const std::vector<std::vector<std::string>>& cells, bool first_left) {
+  std::vector<std::size_t> widths(cells[0].size());
+  for (const auto& row : cells)
+    for (std::size_t c = 0; c < row.size(); ++c) widths[c] = std::max(widths[c], text_width(row[c]));
+  std::string out;
+  for (std::size_t r = 0; r < cells.size(); ++r) {
+    if (r > 0) out += '\n';
+    for (std::size_t c = 0; c < widths.size(); ++c) {
+      const std::string fill(widths[c] - text_width(cells[r][c]), ' ');
+      out += c > 0 ? "  " : "";
+      out += c == 0 && first_left ? cells[r][c] + fill : fill + cells[r][c];
+    }
+    if (r > 0) continue;
+    out += '\n';
+    for (std::size_t c = 0; c < widths.size(); ++c) out.append(c == 0 ? 0 : 2, ' ').append(widths[c], '-');
+  }
+  return out;
 }
 
 }  // namespace detail

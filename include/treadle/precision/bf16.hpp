@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <span>
-
 #include "treadle/axis.hpp"
 #include "treadle/precision/autocast.hpp"
+#include "treadle/precision/plain_state.hpp"
 #include "treadle/precision/switches.hpp"
 #include "treadle/runtime/parameters.hpp"
 
@@ -22,18 +21,12 @@ struct Bf16 {
   bool operator==(const Bf16&) const = default;
   void check() const {}
 
-  class State {
+  class State : public PlainState {
    public:
     State(const Bf16&, ParameterList& parameters, const BufferList&, bool /*window*/)
         : device_(parameters.device().type()) {}
     Switches math() const { return Switches(false); }
     Autocast autocast() const { return Autocast(device_, at::kBFloat16); }
-    template <class Batch>
-    void cast_inputs(Batch&) const {}
-    void gradients(std::span<at::Tensor>) const {}
-    void publish() const {}
-    template <class Visitor>
-    void for_each_state(Visitor&&) {}
 
    private:
     at::DeviceType device_;

@@ -5,11 +5,10 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
-#include <span>
-
 #include "treadle/axis.hpp"
 #include "treadle/error.hpp"
 #include "treadle/precision/autocast.hpp"
+#include "treadle/precision/plain_state.hpp"
 #include "treadle/precision/switches.hpp"
 #include "treadle/runtime/parameters.hpp"
 
@@ -49,7 +48,7 @@ struct Fp16 {
   class State;
 };
 
-class Fp16::State {
+class Fp16::State : public PlainState {
  public:
   State(const Fp16& policy, ParameterList& parameters, const BufferList&, bool /*window*/)
       : policy_(policy),
@@ -59,10 +58,6 @@ class Fp16::State {
 
   Switches math() const { return Switches(false); }
   Autocast autocast() const { return Autocast(device_, at::kHalf); }
-  template <class Batch>
-  void cast_inputs(Batch&) const {}
-  void gradients(std::span<at::Tensor>) const {}
-  void publish() const {}
 
   /// The scale that the backward pass starts from: fp32, one element, at a fixed address on the device.
   const at::Tensor& loss_scale() const { return scale_; }

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <span>
-
 #include "treadle/axis.hpp"
+#include "treadle/precision/plain_state.hpp"
 #include "treadle/precision/switches.hpp"
 #include "treadle/runtime/parameters.hpp"
 
@@ -13,7 +12,7 @@ namespace precision {
 
 /// Full precision: TF32 off for cuBLAS and cuDNN while Treadle computes; fp64 models stay fp64.
 ///
-/// This is the axis's no-op policy and the worked example of `precision/concept.hpp`.
+/// This is the axis's no-op policy and, with `plain_state.hpp`, the worked example of `precision/concept.hpp`.
 struct Fp32 {
   using policy_axis = axis::Precision;
   static constexpr bool scales_loss = false;
@@ -23,17 +22,11 @@ struct Fp32 {
   bool operator==(const Fp32&) const = default;
   void check() const {}
 
-  class State {
+  class State : public PlainState {
    public:
     State(const Fp32&, ParameterList&, const BufferList&, bool /*window*/) {}
     Switches math() const { return Switches(false); }
     NoGuard autocast() const { return {}; }
-    template <class Batch>
-    void cast_inputs(Batch&) const {}
-    void gradients(std::span<at::Tensor>) const {}
-    void publish() const {}
-    template <class Visitor>
-    void for_each_state(Visitor&&) {}
   };
 };
 

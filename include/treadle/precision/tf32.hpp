@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <span>
-
 #include "treadle/axis.hpp"
+#include "treadle/precision/plain_state.hpp"
 #include "treadle/precision/switches.hpp"
 #include "treadle/runtime/parameters.hpp"
 
@@ -21,17 +20,11 @@ struct Tf32 {
   bool operator==(const Tf32&) const = default;
   void check() const {}
 
-  class State {
+  class State : public PlainState {
    public:
     State(const Tf32&, ParameterList&, const BufferList&, bool /*window*/) {}
     Switches math() const { return Switches(true); }
     NoGuard autocast() const { return {}; }
-    template <class Batch>
-    void cast_inputs(Batch&) const {}
-    void gradients(std::span<at::Tensor>) const {}
-    void publish() const {}
-    template <class Visitor>
-    void for_each_state(Visitor&&) {}
   };
 };
 
