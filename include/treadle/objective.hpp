@@ -58,31 +58,36 @@ inline constexpr bool takes_context_by_value = requires(Objective& objective, Mo
   objective(model, batch, made());
 };
 
+template <class>
+inline constexpr bool never = false;
+
 /// Why an objective cannot be called with this model and batch, in the most specific sentence that fits.
 template <class Objective, class Model, class Batch, class Context>
 consteval void check_objective() {
+  // One after the other: each probe may instantiate the body of a generic objective.
   if constexpr (!takes<Objective, Model&, const Batch&, Context>) {
-    constexpr bool by_value = takes_context_by_value<Objective, Model, Batch, Context>;
-    constexpr bool changes = !by_value && takes<Objective, Model&, Batch&, Context>;
-    constexpr bool batch = !by_value && !changes && takes<Objective, Model&, Anything, Context>;
-    constexpr bool model = !by_value && !changes && !batch && takes<Objective, Anything, const Batch&, Context>;
-    static_assert(!by_value,
-                  "treadle::Trainer: the objective takes the step context by value, which would be a copy; let its "
-                  "third parameter be auto& step.");
-    static_assert(!changes,
-                  "treadle::Trainer: the objective takes the batch by non-const reference; a batch is not its to "
-                  "change, so let its second parameter be const Batch&.");
-    static_assert(!batch,
-                  "treadle::Trainer: the objective takes another type of batch than the loader gives; let its second "
-                  "parameter be a const reference to what iterating over the loader yields.");
-    static_assert(!model,
-                  "treadle::Trainer: the objective takes another type of model than the trainer has; let its first "
-                  "parameter be a reference to the model itself, which for a module holder Net is NetImpl&.");
-    static_assert(
-        by_value || changes || batch || model,
-        "treadle::Trainer: the objective cannot be called as objective(model, batch) nor as objective(model, "
-        "batch, step) with this model and batch type; its parameters must be (Model&, const Batch&) or (Model&, "
-        "const Batch&, auto& step).");
+    if constexpr (takes_context_by_value<Objective, Model, Batch, Context>)
+      static_assert(never<Objective>,
+                    "treadle::Trainer: the objective takes the step context by value, which would be a copy; let its "
+                    "third parameter be auto& step.");
+    else if constexpr (takes<Objective, Model&, Batch&, Context>)
+      static_assert(never<Objective>,
+                    "treadle::Trainer: the objective takes the batch by non-const reference; a batch is not its to "
+                    "change, so let its second parameter be const Batch&.");
+    else if constexpr (takes<Objective, Model&, Anything, Context>)
+      static_assert(never<Objective>,
+                    "treadle::Trainer: the objective takes another type of batch than the loader gives; let its second "
+                    "parameter be a const reference to what iterating over the loader yields.");
+    else if constexpr (takes<Objective, Anything, const Batch&, Context>)
+      static_assert(never<Objective>,
+                    "treadle::Trainer: the objective takes another type of model than the trainer has; let its first "
+                    "parameter be a reference to the model itself, which for a module holder Net is NetImpl&.");
+    else
+      static_assert(
+          never<Objective>,
+          "treadle::Trainer: the objective cannot be called as objective(model, batch) nor as objective(model, "
+          "batch, step) with this model and batch type; its parameters must be (Model&, const Batch&) or (Model&, "
+          "const Batch&, auto& step).");
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What observers are told. All but `StepEvent` hold host numbers only. Epochs are numbered from 0; steps are counted, so
-// that the first step of a fit is told as 1.
+// What observers are told. All but `StepEvent` hold host numbers only. Epochs are numbered from 0; steps are counted,
+// so that the first step of a fit is told as 1.
 #pragma once
 
 #include <cstdint>
@@ -57,28 +57,28 @@ struct StepEvent {
 
 /// At each log point: means since the last one.
 struct LogEvent {
-  std::int64_t epoch = 0;          ///< from 0
-  std::int64_t step_in_epoch = 0;  ///< steps made in this epoch
-  std::int64_t step = 0;           ///< steps made in this fit
-  std::int64_t skipped = 0;        ///< steps skipped in this fit
-  Metrics metrics{};               ///< "loss", recorded values, "grad_norm" where it is measured
-  double learning_rate = 0;        ///< of the first group
+  std::int64_t epoch = 0;              ///< from 0
+  std::int64_t step_in_epoch = 0;      ///< steps made in this epoch
+  std::int64_t step = 0;               ///< steps made in this fit
+  std::int64_t skipped = 0;            ///< steps skipped in this fit
+  Metrics metrics{};                   ///< "loss", recorded values, "grad_norm" where it is measured
+  double learning_rate = 0;            ///< of the first group
   std::optional<double> loss_scale{};  ///< with precision::Fp16
-  double seconds = 0;           ///< since fit began
-  double steps_per_second = 0;  ///< since the last log point, or since the epoch began
-  double rows_per_second = 0;   ///< likewise
-  double data_wait = 0;  ///< share of the time since the last log point spent waiting for the loader
+  double seconds = 0;                  ///< since fit began
+  double steps_per_second = 0;         ///< since the last log point, or since the epoch began
+  double rows_per_second = 0;          ///< likewise
+  double data_wait = 0;                ///< share of the time since the last log point spent waiting for the loader
 };
 
 /// At the end of each epoch, after its evaluation.
 struct EpochEvent {
-  std::int64_t epoch = 0;  ///< from 0
-  std::int64_t step = 0;   ///< steps made in this fit
-  Metrics train{};         ///< means over the epoch
+  std::int64_t epoch = 0;         ///< from 0
+  std::int64_t step = 0;          ///< steps made in this fit
+  Metrics train{};                ///< means over the epoch
   std::optional<Metrics> test{};  ///< of the evaluation, where there was one; of the average where one is kept
-  double seconds = 0;          ///< of this epoch, its evaluation included
-  double rows_per_second = 0;  ///< of its training alone
-  double data_wait = 0;        ///< share of the training time spent waiting for the loader
+  double seconds = 0;             ///< of this epoch, its evaluation included
+  double rows_per_second = 0;     ///< of its training alone
+  double data_wait = 0;           ///< share of the training time spent waiting for the loader
 };
 
 }  // namespace observe
@@ -86,10 +86,10 @@ struct EpochEvent {
 /// What `fit` did.
 struct FitResult {
   StopReason stop_reason = StopReason::Finished;
-  std::int64_t epochs = 0;   ///< complete epochs
-  std::int64_t steps = 0;    ///< steps made, skipped ones included
-  std::int64_t skipped = 0;  ///< steps that changed nothing
-  double seconds = 0;        ///< of the whole fit
+  std::int64_t epochs = 0;                     ///< complete epochs
+  std::int64_t steps = 0;                      ///< steps made, skipped ones included
+  std::int64_t skipped = 0;                    ///< steps that changed nothing
+  double seconds = 0;                          ///< of the whole fit
   std::vector<observe::EpochEvent> history{};  ///< one entry an epoch
 
   /// Metrics of the last evaluation; empty if there was none.
