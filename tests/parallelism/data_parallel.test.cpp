@@ -221,6 +221,40 @@ TEST_CASE("counts on the device: ragged tokens, a shard and a batch without any"
   }
 }
 
+TEST_CASE("a shard that counts nothing is a micro-batch all the same") {
+  struct Objective {  // the mean over rows of the first two classes
+    td::Loss operator()(PlainNetImpl& net, const td::Batch& batch) const {
+      const auto rows = batch.target.lt(2).nonzero().flatten();
+      return td::mean_loss(net.forward(batch.data.index_select(0, rows)), batch.target.index_select(0, rows));
+    }
+  };
+  auto batches = make_batches({8, 8, 8});
+  batches[0].target.slice(0, 0, 4).fill_(3);
+  batches[1].target.fill_(4);
+  batches[2].target.slice(0, 4).fill_(2);
+  batches[2].target[0] = 1;
+  td::Trainer trainer{make<PlainNet>(), Objective{}, adamw,
+                      td::policies(td::parallelism::data_parallel(devices(2), MakePlain{}))};
+  auto loop = oracle::Loop<PlainNet>(
+      make<PlainNet>(), {},
+      [](PlainNet& net, const td::Batch& batch) {
+        const auto keep = batch.target.lt(2).to(at::kFloat);
+        const auto picked = torch::log_softmax(net->forward(batch.data), 1).gather(1, batch.target.unsqueeze(1));
+        return -(picked.squeeze(1) * keep).sum() / keep.sum().clamp_min(1);
+      },
+      [](const td::Batch& batch) { return batch.target.lt(2).sum().item<double>(); });
+  std::vector<oracle::Record> got;
+  std::vector<oracle::Record> want;
+  for (const auto& batch : batches) {
+    const auto done = trainer.accumulate(batch);
+    CHECK(done->micro_batches == 2);
+    got.push_back(oracle::record_of(trainer, *done));
+    want.push_back(loop.step(plain(cut(batch, 2))));
+  }
+  CHECK(want[1].skipped);
+  oracle::check_same(got, want, weights(*make<PlainNet>()), 0, 5e-4);
+}
+
 namespace {
 /// Records under names that not every shard knows, and counts on host and device.
 struct Recording {
