@@ -17,7 +17,10 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// A policy, rule, model or option that cannot work; thrown before any state has changed.
+/// A policy, rule, model or option that cannot work.
+///
+/// Most are thrown before a trainer exists. What only a run can show (a loss without a gradient, a metric that was
+/// never recorded) is thrown in the middle of it: the open window is dropped, and the steps before it stay made.
 class ConfigError : public Error {
  public:
   using Error::Error;

@@ -142,6 +142,16 @@ TEST_CASE("a recorded value that has the name of one of Treadle's own") {
   CHECK(trainer.accumulate(batch)->records.size() == 1);
 }
 
+TEST_CASE("a metric to stop by that nobody records shows when the first epoch is over") {
+  td::Trainer trainer{make<PlainNet>(), CrossEntropy{}, td::optim::AdamW{}};
+  const auto start = weights(trainer.model());
+  const td::FitOptions options{.epochs = 2, .early_stop = td::EarlyStop{.metric = "acuracy"}};
+  CHECK_SAYS(td::ConfigError, "acuracy", trainer.fit(make_batches({4, 4}), options));
+  CHECK(trainer.steps() == 2);  // those were made
+  CHECK(difference(weights(trainer.model()), start) != "");
+  CHECK(trainer.fit(make_batches({4, 4})).steps == 2);
+}
+
 TEST_CASE("batches that are none") {
   const auto good = make_batch(4, 1);
   check_usable<PlainNet>(td::policies(), [&](auto& trainer, Do&) {
