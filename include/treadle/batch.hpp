@@ -117,7 +117,7 @@ struct Rows {
       throw DataError("treadle: a batch has " + std::to_string(length(data)) + " rows of data but " +
                       std::to_string(length(target)) + " of target; both need the same first dimension.");
   }
-  static std::int64_t length(const at::Tensor& tensor) {
+  [[gnu::always_inline]] static std::int64_t length(const at::Tensor& tensor) {
     const auto sizes = tensor.unsafeGetTensorImpl()->sizes();  // spares a call that is not always inlined
     return sizes.empty() ? 1 : sizes[0];
   }

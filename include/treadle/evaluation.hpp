@@ -7,6 +7,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/mul.h>
 
+#include <concepts>
 #include <optional>
 #include <type_traits>
 #include <utility>
@@ -38,7 +39,14 @@ namespace detail {
 struct ForwardData {
   template <class Model, class Batch>
   at::Tensor operator()(Model& model, const Batch& batch) const {
-    return model.forward(batch.data);
+    constexpr bool works = requires {
+      { model.forward(batch.data) } -> std::convertible_to<at::Tensor>;
+    };
+    static_assert(
+        works,
+        "treadle::Trainer::predict: model.forward(batch.data) gives no tensor with this model and batch type; say what "
+        "to call, as in predict(loader, [](auto& model, const auto& batch) { return model.forward(batch.left); }).");
+    if constexpr (works) return model.forward(batch.data);
   }
 };
 

@@ -97,11 +97,12 @@ class Fit {
     if (!trainer_.model().is_training()) trainer_.model().train();
     trainer_.reset_window();
     const std::int64_t batches = batches_of(train);
-    if (batches == 0) refuse_empty();
+    if (batches == 0 && !Trainer::Parallelism::processes) refuse_empty();
     const auto per_step = static_cast<std::int64_t>(trainer_.accumulation().batches_per_step());
     const std::int64_t own_steps = batches < 0 ? -1 : (batches + (drops_tail() ? 0 : per_step - 1)) / per_step;
-    const std::int64_t epoch_steps = std::max<std::int64_t>(ranks_.plan(own_steps), 0);
-    if (batches >= 0 && epoch_steps == 0) refuse_tail(batches, per_step);
+    const std::int64_t planned = ranks_.plan(own_steps);
+    if (planned == 0) batches == 0 ? refuse_empty() : refuse_tail(batches, per_step);
+    const std::int64_t epoch_steps = std::max<std::int64_t>(planned, 0);
     std::int64_t total = 0;
     if (__builtin_mul_overflow(epoch_steps, options_.epochs, &total)) total = 0;  // as good as no limit
     if (options_.max_steps > 0) total = total > 0 ? std::min(total, options_.max_steps) : options_.max_steps;
@@ -146,7 +147,7 @@ class Fit {
           waited_ += since(asked);
           return value;
         });
-    if (!any) refuse_empty();
+    if (!any && !Trainer::Parallelism::processes) refuse_empty();  // among several ranks one may well have none
     if (!stop_ && !drops_tail())
       if (auto done = trainer_.flush()) after_step(*done);
     if (trainer_.accumulation().open()) {
@@ -155,7 +156,8 @@ class Fit {
     }
     while (!stop_ && ranks_.others_go_on(step_in_epoch_)) after_step(trainer_.join());
     log_point(/*tell=*/steps_since_log_ > 0);
-    if (step_in_epoch_ == 0 && !stop_) refuse_tail(-1, trainer_.accumulation().batches_per_step());
+    if (step_in_epoch_ == 0 && !stop_)
+      any ? refuse_tail(-1, trainer_.accumulation().batches_per_step()) : refuse_empty();
     epoch_.rows_per_second = static_cast<double>(epoch_rows_) / std::max(since(epoch_begin_), 1e-9);
     epoch_.data_wait = epoch_waited_ / std::max(since(epoch_begin_), 1e-9);
   }
@@ -165,7 +167,7 @@ class Fit {
     ++result_.steps;
     ++step_in_epoch_;
     ++steps_since_log_;
-    if (!trainer_.observers().on_step({done, epoch_.epoch, step_in_epoch_ - 1, result_.steps}, ranks_.rank()))
+    if (!trainer_.observers().on_step({done, epoch_.epoch, step_in_epoch_, result_.steps}, ranks_.rank()))
       wish(StopReason::Requested);
     if (options_.max_seconds > 0 && since(begin_) >= options_.max_seconds) wish(StopReason::MaxTime);
     if constexpr (!Trainer::Parallelism::processes) stop_ = wish_;  // else at the next log point, where all ranks are

@@ -44,6 +44,16 @@ concept reseedable_loader = requires(L& l, std::int64_t epoch) {
 
 namespace detail {
 
+/// Whether it is a loader, with a sentence where it is none.
+template <class Given>
+consteval bool is_loader() {
+  static_assert(
+      loader<Given>,
+      "treadle::Trainer: what was given is no loader; a loader is a range of batches with begin() and end(), such as "
+      "std::vector<td::Batch>, a torch::data loader or a td::data::TensorLoader, or a pointer to one.");
+  return loader<Given>;
+}
+
 /// The range itself, where a pointer to one was given.
 template <class L>
 auto& range_of(L& given) {

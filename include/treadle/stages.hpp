@@ -21,9 +21,11 @@ struct Stages {
   /// The loss of a batch, or of its shard on one replica, under the precision's guard.
   template <class Model, class B, class Context>
   [[gnu::always_inline]] Loss forward(Model& model, const B& batch, Context& context) const {
-    if (treadle::rows(batch) == 0) return Loss::mean({}, 0);
-    [[maybe_unused]] const auto cast = trainer.precision_.autocast();
-    return call_objective(trainer.objective_, model, batch, context);
+    const auto objective = [&]() __attribute__((always_inline)) {
+      [[maybe_unused]] const auto cast = trainer.precision_.autocast();
+      return call_objective(trainer.objective_, model, batch, context);
+    };
+    return treadle::rows(batch) == 0 ? Loss::mean({}, 0) : objective();
   }
 
   /// Counts the loss of a micro-batch.

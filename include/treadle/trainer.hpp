@@ -124,25 +124,27 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   }
 
   /// Trains over `train_loader`; evaluates on `test_loader`, if one is given, after each epoch.
-  template <loader Train>
+  template <class Train>
   FitResult fit(Train&& train_loader, const FitOptions& options = {}) {
-    return detail::Fit(*this, options).run(detail::range_of(train_loader), detail::NoLoader{});
+    if constexpr (detail::is_loader<Train>())
+      return detail::Fit(*this, options).run(detail::range_of(train_loader), detail::NoLoader{});
   }
-  template <loader Train, loader Test>
+  template <class Train, loader Test>
   FitResult fit(Train&& train_loader, Test&& test_loader, const FitOptions& options = {}) {
-    return detail::Fit(*this, options).run(detail::range_of(train_loader), detail::range_of(test_loader));
+    if constexpr (detail::is_loader<Train>())
+      return detail::Fit(*this, options).run(detail::range_of(train_loader), detail::range_of(test_loader));
   }
 
   /// Means of loss and recorded values over a loader: no gradients, evaluation mode, and no trace in training.
-  template <loader Test>
+  template <class Test>
   Metrics evaluate(Test&& test_loader, const EvaluateOptions& options = {}) {
-    return detail::evaluate(*this, detail::range_of(test_loader), options);
+    if constexpr (detail::is_loader<Test>()) return detail::evaluate(*this, detail::range_of(test_loader), options);
   }
   /// Outputs for a loader in its order, joined along the first dimension; `forward(model, batch)` defaults to
   /// `model.forward(batch.data)`.
-  template <loader Test, class Forward = detail::ForwardData>
+  template <class Test, class Forward = detail::ForwardData>
   at::Tensor predict(Test&& loader, Forward forward = {}, const EvaluateOptions& options = {}) {
-    return detail::predict(*this, detail::range_of(loader), forward, options);
+    if constexpr (detail::is_loader<Test>()) return detail::predict(*this, detail::range_of(loader), forward, options);
   }
 
   /// Reads the device's verdict: throws `NonFiniteError` if `nonfinite::Stop` has stopped, `ConfigError` if a tensor of

@@ -175,6 +175,49 @@ struct ForHolder {
 inline void holder(Net& net) {
   train(net, ForHolder{}, td::Batch{});
 }
+#elif CASE == 11
+// What is no loader, and a batch type without data.
+template <class T>
+void use(Net& net, const T& given) {
+  td::Trainer trainer{net, Objective{}, td::optim::AdamW{}};
+  trainer.fit(given);
+}
+// expect: treadle::Trainer: what was given is no loader
+inline void one_batch(Net& net) {
+  use(net, td::Batch{});
+}
+// expect: treadle::Trainer::predict: model.forward(batch.data) gives no tensor
+struct Pair {
+  at::Tensor left, right;
+};
+inline void pairs(Net& net, std::vector<Pair>& loader) {
+  td::Trainer trainer{net, Objective{}, td::optim::AdamW{}};
+  trainer.predict(loader);
+}
+#elif CASE == 12
+// expect: treadle::Trainer: what was given is no loader
+inline void options_in_braces(Net& net, td::Batch& batch) {
+  td::Trainer trainer{net, Objective{}, td::optim::AdamW{}};
+  trainer.fit(batch, {.epochs = 2});
+}
+#elif CASE == 13
+// expect: treadle::Trainer: what was given is no loader
+inline void second(Net& net, std::vector<td::Batch>& loader, td::Batch& batch) {
+  td::Trainer trainer{net, Objective{}, td::optim::AdamW{}};
+  trainer.fit(batch, loader, {.epochs = 2});
+}
+#elif CASE == 14
+// expect: treadle::Trainer: what was given is no loader
+inline void elsewhere(Net& net, td::Batch& batch) {
+  td::Trainer trainer{net, Objective{}, td::optim::AdamW{}};
+  trainer.evaluate(batch, {.use_average = false});
+}
+#elif CASE == 15
+// expect: treadle::Trainer: what was given is no loader
+inline void predicted(Net& net, at::Tensor& batch) {
+  td::Trainer trainer{net, Objective{}, td::optim::AdamW{}};
+  trainer.predict(batch, [](Net& n, const td::Batch& b) { return n.forward(b.data); });
+}
 #elif CASE == 8
 // expect: treadle: a batch type has more than 12 fields
 struct Wide {

@@ -371,6 +371,6 @@ TEST_CASE("fit over sharded loaders trains and counts as one process does") {
   for (const int ranks : {2, 3}) CHECK(run_ranks(ranks, "fits") == 0);
 }
 
-TEST_CASE("fit lets a rank without any batch take part" * doctest::skip()) {
+TEST_CASE("fit lets a rank without any batch take part") {
   for (const int ranks : {2, 3}) CHECK(run_ranks(ranks, "a rank without a batch") == 0);
 }

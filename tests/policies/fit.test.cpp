@@ -59,6 +59,23 @@ TEST_CASE("fit tells observers what it does, in order") {
   CHECK(result.test()["loss"] == result.history[2].test->find("loss"));
 }
 
+TEST_CASE("observers are told steps as counts, the first one as 1") {
+  struct Counts {
+    std::string* told;
+    void on_step(const td::observe::StepEvent& event) {
+      *told += std::to_string(event.step_in_epoch) + "/" + std::to_string(event.step) + "/" +
+               std::to_string(event.result.index) + " ";
+    }
+    void on_log(const td::observe::LogEvent& event) {
+      *told += "log " + std::to_string(event.step_in_epoch) + "/" + std::to_string(event.step) + " ";
+    }
+  };
+  std::string told;
+  td::Trainer trainer{make<PlainNet>(), CrossEntropy{}, td::optim::Sgd{}, td::policies(), td::observers(Counts{&told})};
+  trainer.fit(make_batches({4, 4}), {.epochs = 2});
+  CHECK(told == "1/1/0 2/2/1 log 2/2 1/3/2 2/4/3 log 2/4 ");
+}
+
 TEST_CASE("an epoch's training metrics are the means over all its rows") {
   Events events;
   auto trainer = still(events);

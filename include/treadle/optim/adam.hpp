@@ -38,8 +38,8 @@ struct Adam {
   std::string_view state_name(std::size_t slot) const { return detail::adam_state_name(slot); }
 
   /// One fused update of a cohort; `State` calls it.
-  void update(Cohort& cohort, at::TensorList gradients, const std::optional<at::Tensor>& divisor,
-              const std::optional<at::Tensor>& found_inf) const {
+  [[gnu::always_inline]] void update(Cohort& cohort, at::TensorList gradients, const std::optional<at::Tensor>& divisor,
+                                     const std::optional<at::Tensor>& found_inf) const {
     detail::update_adam(*this, cohort, gradients, divisor, found_inf,
                         [](const auto&... arguments) { at::_fused_adam_(arguments...); });
   }

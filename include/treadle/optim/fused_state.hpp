@@ -95,7 +95,7 @@ class FusedState {
   }
 
   /// Lets go of the gradients.
-  void release() {
+  [[gnu::always_inline]] void release() {
     for (auto& gradient : gradients_) gradient.reset();
   }
 

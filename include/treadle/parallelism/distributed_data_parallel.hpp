@@ -167,10 +167,9 @@ class DistributedDataParallel<Use>::State {
   void abandon(const Stages& stages) {
     const std::string reason = detail::current_error();
     group_.report_failure(reason);
-    if (world_.world_size == 1 || group_.lost() || stage_ == Stage::Reducing || !reducer_) return;
+    // Only within a window is it known what the others do next; elsewhere their time-out tells them.
+    if (world_.world_size == 1 || group_.lost() || stage_ != Stage::Open) return;
     try {
-      if (stage_ == Stage::Closed) begin_window();
-      if (stage_ == Stage::Reduced) return;
       stages.skip();
       auto failed = stages.share();
       failed.zero_();

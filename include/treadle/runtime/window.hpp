@@ -162,7 +162,7 @@ class Window {
   void take_totals(at::Tensor totals) { totals_ = std::move(totals); }
 
   /// Ends the window and writes loss and counts of this rank: the mean over everything counted, without a graph.
-  void close(StepResult& result) {
+  [[gnu::always_inline]] void close(StepResult& result) {
     result.micro_batches = micro_batches_;
     result.count = host_count_;
     if (sum_.defined()) [[likely]]
@@ -218,7 +218,7 @@ class Window {
     else
       std::construct_at(&sum_, std::move(plain));  // over an undefined tensor, which owns nothing
   }
-  at::Tensor mean(StepResult& result) {
+  [[gnu::always_inline]] at::Tensor mean(StepResult& result) {
     if (device_count_.defined()) [[unlikely]] {
       result.device_count = own_count();
       return at::where(result.device_count.gt(0), at::div(at::mul(sum_, c0_), result.device_count), 0.0);
