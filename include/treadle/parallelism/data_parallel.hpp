@@ -108,14 +108,16 @@ class BasicDataParallel<Factory>::State {
       if (loss.counts_nothing()) return stages.skip();
       return stages.backward(loss.value, stages.weigh(loss, batch));
     }
-    Shards<Batch> shards;
-    for (std::int64_t i = 0; i < parts; ++i) {
-      shards.push_back(treadle::slice_rows(batch, rows * i / parts, rows * (i + 1) / parts));
-      if (i > 0) prepare_pass(model, shards.back(), context, static_cast<std::size_t>(i));
+    for (std::size_t turn = 0; turn < replicas_.turns(); ++turn) {
+      Shards<Batch> shards;
+      for (std::int64_t i = 0; i < parts; ++i) {
+        const auto replica = static_cast<std::size_t>(i);
+        if (replicas_.turn(replica) != turn) continue;
+        shards.push_back({replica, treadle::slice_rows(batch, rows * i / parts, rows * (i + 1) / parts)});
+        if (i > 0) prepare_pass(model, shards.back().batch, context, replica);
+      }
+      if (!shards.empty()) run_side_by_side(model, shards, context, stages);
     }
-    auto losses = forward(model, shards, context, stages);
-    for (std::size_t i = 1; i < shards.size(); ++i) take_records(context, i);
-    backward(shards, losses, stages);
   }
 
   template <class Window>
@@ -129,8 +131,15 @@ class BasicDataParallel<Factory>::State {
 
  private:
   template <class Batch>
-  using Shards = c10::SmallVector<Batch, 4>;
-  using Losses = c10::SmallVector<Loss, 4>;
+  struct Shard {
+    std::size_t replica;
+    Batch batch;
+    Loss loss = Loss::mean({}, 0);
+    std::exception_ptr error{};
+    std::optional<detail::Weight> weight{};
+  };
+  template <class Batch>
+  using Shards = c10::SmallVector<Shard<Batch>, 2>;
 
   static std::vector<at::Device> resolve(const std::vector<at::Device>& wanted) {
     std::vector<at::Device> devices;
@@ -173,64 +182,50 @@ class BasicDataParallel<Factory>::State {
     return is_on(tensor, device()) ? tensor : tensor.to(device(), tensor.scalar_type(), /*non_blocking=*/true);
   }
 
-  /// The losses of all shards, after the last thread has come back; then throws what the first shard to fail has
-  /// thrown.
+  /// Forward passes of one replica a device in its thread, then counts in order, then all backward passes as one.
   template <class Model, class Batch, class Context, class Stages>
-  Losses forward(Model& model, const Shards<Batch>& shards, Context& context, const Stages& stages) {
-    Losses losses(shards.size(), Loss::mean({}, 0));
-    c10::SmallVector<std::exception_ptr, 4> errors(shards.size());
+  void run_side_by_side(Model& model, Shards<Batch>& shards, Context& context, const Stages& stages) {
     threads_.run([&](std::size_t place) {
-      for (std::size_t i = 0; i < shards.size(); ++i) {
-        if (replicas_.place(i) != place) continue;
+      for (auto& shard : shards) {
+        if (replicas_.place(shard.replica) != place) continue;
         try {
-          auto& mine = i == 0 ? model : *static_cast<Model*>(replicas_[i].model.get());
-          losses[i] = stages.forward(mine, shards[i], context_of(context, i));
+          auto& mine = shard.replica == 0 ? model : *static_cast<Model*>(replicas_[shard.replica].model.get());
+          shard.loss = stages.forward(mine, shard.batch, context_of(context, shard.replica));
         } catch (...) {
-          errors[i] = std::current_exception();
-          return;
+          shard.error = std::current_exception();
         }
       }
     });
-    for (const auto& error : errors)
-      if (error) std::rethrow_exception(error);
-    return losses;
-  }
-
-  /// Counts all shards in their order. Then the backward passes: of one replica a device at once, since those of one
-  /// device must not meet.
-  template <class Batch, class Stages>
-  void backward(const Shards<Batch>& shards, Losses& losses, const Stages& stages) {
-    c10::SmallVector<std::optional<detail::Weight>, 4> weights(shards.size());
-    std::size_t turns = 0;
-    for (std::size_t i = 0; i < shards.size(); ++i) {
-      Loss& loss = losses[i];
-      turns = std::max(turns, replicas_.turn(i) + 1);
+    for (const auto& shard : shards)
+      if (shard.error) std::rethrow_exception(shard.error);
+    std::size_t counted = 0;
+    for (auto& shard : shards) {
+      if (shard.replica > 0) take_records(context, shard.replica);
+      Loss& loss = shard.loss;
       if (loss.counts_nothing()) {
         stages.skip();
         continue;
       }
       if (loss.value.defined()) loss.value = here(loss.value);  // with its graph
       if (loss.device_count.defined()) loss.device_count = here(loss.device_count);
-      weights[i] = stages.weigh(loss, shards[i]);
+      shard.weight = stages.weigh(loss, shard.batch);
+      ++counted;
     }
-    for (std::size_t turn = 0; turn < turns; ++turn) {
-      c10::SmallVector<std::size_t, 4> now;
-      for (std::size_t i = 0; i < shards.size(); ++i)
-        if (weights[i] && replicas_.turn(i) == turn) now.push_back(i);
-      if (now.size() == 1) {
-        stages.backward(losses[now[0]].value, *weights[now[0]]);
-      } else if (!now.empty()) {
-        torch::autograd::variable_list values;
-        torch::autograd::variable_list seeds;
-        for (const auto i : now) {
-          auto root = stages.root(losses[i].value, *weights[i]);
-          values.push_back(std::move(root.value));
-          seeds.push_back(std::move(root.seed));
-        }
-        torch::autograd::backward(values, seeds);  // one thread a device is the engine's own way
-      }
-      for (const auto i : now) losses[i].value.reset();
+    if (counted > 1) return backward_together(shards, stages);
+    for (const auto& shard : shards)
+      if (shard.weight) stages.backward(shard.loss.value, *shard.weight);
+  }
+  template <class Batch, class Stages>
+  static void backward_together(const Shards<Batch>& shards, const Stages& stages) {
+    torch::autograd::variable_list values;
+    torch::autograd::variable_list seeds;
+    for (const auto& shard : shards) {
+      if (!shard.weight) continue;
+      auto root = stages.root(shard.loss.value, *shard.weight);
+      values.push_back(std::move(root.value));
+      seeds.push_back(std::move(root.seed));
     }
+    torch::autograd::backward(values, seeds);  // the engine has a thread for each device
   }
 
   detail::Assignable<Factory> factory_;

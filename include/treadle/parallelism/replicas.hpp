@@ -76,6 +76,7 @@ class Replicas {
   std::size_t size() const { return replicas_.size() + 1; }
   std::size_t place(std::size_t i) const { return place_of_[i]; }
   std::size_t turn(std::size_t i) const { return turn_of_[i]; }
+  std::size_t turns() const { return *std::ranges::max_element(turn_of_) + 1; }
   at::Device device(std::size_t i) const { return places_[place_of_[i]]; }
   Replica& operator[](std::size_t i) { return replicas_[i - 1]; }
 
