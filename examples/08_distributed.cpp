@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The quick start on several processes, one a device: two lines start them, one policy makes them train one model.
-// treadle-example: ARGS --nproc 2 --epochs 1 TIMEOUT 600 PASS test accuracy: 0\.[89]
+// treadle-example: ARGS --nproc 2 --epochs 1 --device cpu TIMEOUT 600 PASS test accuracy: 0\.[89]
 #include <torch/torch.h>
 #include <treadle/parallelism/distributed_data_parallel.hpp>
 #include <treadle/runtime/launch.hpp>
@@ -24,6 +24,8 @@ int main(int argc, char** argv) try {
       arguments.integer("--nproc", 1, "processes to start here; leave it out under torchrun or mpirun");
   const auto epochs = arguments.integer("--epochs", 4, "passes over the training images");
   const auto data = arguments.text("--data", TREADLE_FASHION_MNIST_DIR, "folder of the four IDX files");
+  const auto device =
+      arguments.text("--device", "", "cpu, to leave GPUs alone; else the GPU of each process's own number");
   if (const auto code = arguments.finish()) return *code;
 
   if (const auto code = td::launch(static_cast<int>(processes), argc, argv)) return *code;
@@ -40,7 +42,8 @@ int main(int argc, char** argv) try {
                    Linear(32 * 7 * 7, 128), ReLU(), Linear(128, 10));
     td::Trainer trainer{net, CrossEntropy{},
                         td::optim::AdamW{.learning_rate = 8e-3, .schedule = td::schedule::one_cycle()},
-                        td::policies(td::parallelism::DistributedDataParallel<>{}),
+                        td::policies(td::parallelism::DistributedDataParallel<>{
+                            .device = device.empty() ? std::nullopt : std::optional(at::Device(device))}),
                         td::observers(td::observe::ProgressBar{}, td::observe::Table{})};
     trainer.fit(train, test, {.epochs = epochs});
   });

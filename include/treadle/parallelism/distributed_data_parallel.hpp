@@ -105,9 +105,11 @@ class DistributedDataParallel<Use>::State {
       names.push_back(parameter.name);
       watched.push_back(parameter.master);
     }
+    // Alone, a rank keeps gradients where the single device has them: where they lie decides how a GPU adds up a norm.
+    const bool views = policy_.bucket_views && world_.world_size > 1;
     reducer_ = std::make_unique<detail::GradientReducer<Use>>(
         std::move(names), std::move(watched), group_,
-        detail::ReducerOptions{policy_.bucket_bytes, policy_.first_bucket_bytes, policy_.bucket_views, policy_.wire});
+        detail::ReducerOptions{policy_.bucket_bytes, policy_.first_bucket_bytes, views, policy_.wire});
   }
 
   void begin_window() {
