@@ -223,6 +223,18 @@ const Role lost("lost", [](const td::World& world) {
     CHECK_SAYS(td::DistributedError, "all ranks must run the model equally often", norm->forward(torch::randn({3, 4})));
 });
 
+const Role without_rows("without rows", [](const td::World& world) {
+  const td::parallelism::DistributedDataParallel<> parallel{.device = at::Device(at::kCPU),
+                                                            .timeout = std::chrono::milliseconds(2000)};
+  auto mine = net<td::nn::SyncBatchNorm>();
+  td::Trainer trainer{mine, CrossEntropy{}, td::optim::AdamW{}, td::policies(parallel)};
+  td::nn::synchronize(*mine, trainer.parallelism().group());
+  trainer.accumulate(make_batch(4, 1));
+  const auto batch = make_batch(world.rank == 0 ? 4 : 0, 2);
+  const char* part = world.rank == 0 ? "give each rank rows for every micro-batch" : "lost the others";
+  CHECK_SAYS(td::DistributedError, part, trainer.accumulate(batch));
+});
+
 const Role too_small("too small", [](const td::World& world) {
   td::ProcessGroup group(world, at::kCPU, seconds(60));
   td::nn::SyncBatchNorm norm(4);
@@ -257,6 +269,7 @@ TEST_CASE("two ranks train as one process with batch norm over both ranks' rows"
 TEST_CASE("a rank that does not take part, and too few rows, are said in a sentence") {
   CHECK(run_ranks(2, "lost") == 0);
   CHECK(run_ranks(2, "too small") == 0);
+  CHECK(run_ranks(2, "without rows") == 0);
 }
 
 TEST_CASE("without a group it is batch norm, bit by bit") {

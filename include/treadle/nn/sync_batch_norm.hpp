@@ -41,8 +41,10 @@ namespace nn {
 /// Batch norm for inputs of 2 to 5 dimensions `[N, C, ...]`, of the options, parameters and buffers of
 /// `torch::nn::BatchNorm`, whose statistics in training are those of all ranks' rows together.
 ///
-/// Ranks may have different numbers of rows, and none; all must call it equally often, or those that do wait until the
-/// group's timeout and throw `DistributedError`. In evaluation, and before it has a group, it is plain batch norm.
+/// Ranks may have different numbers of rows, and an empty input; all must call it equally often, or those that do wait
+/// until the group's timeout and throw `DistributedError`. A trainer does not run its model where a rank has no batch
+/// or no rows, so each rank needs rows for every micro-batch. In evaluation, and without a group, it is plain batch
+/// norm.
 class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;

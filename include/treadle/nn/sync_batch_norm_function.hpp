@@ -47,10 +47,11 @@ void collective(const SharedGroup& group, F&& f) {
     f()->wait();
   } catch (const std::exception& error) {
     const std::string text = error.what();
-    throw DistributedError("treadle::nn::SyncBatchNorm: rank " + std::to_string(group->getRank()) +
-                           " lost the others (" + text.substr(0, text.find('\n')) +
-                           "); all ranks must run the model equally often, and each time with rows or on an empty "
-                           "batch.");
+    throw DistributedError(
+        "treadle::nn::SyncBatchNorm: rank " + std::to_string(group->getRank()) + " lost the others (" +
+        text.substr(0, text.find('\n')) +
+        "); all ranks must run the model equally often, and a trainer does not where a rank has no batch or no "
+        "rows: give each rank rows for every micro-batch.");
   }
 }
 /// `row` of every rank, by rank: `[ranks, row]`.
