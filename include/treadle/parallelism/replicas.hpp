@@ -127,9 +127,7 @@ class Replicas {
     auto& copy = *static_cast<M*>(replica.model.get());
     if (copy.is_training() != first.is_training()) first.is_training() ? copy.train() : copy.eval();
     if constexpr (torch_module<M>)  // parents stand before children, which have the last word
-      for (std::size_t k = 0; k < modules_.size(); ++k)
-        if (replica.modules[k]->is_training() != modules_[k]->is_training())
-          replica.modules[k]->train(modules_[k]->is_training());
+      for (std::size_t k = 0; k < modules_.size(); ++k) take_mode(*modules_[k], *replica.modules[k]);
   }
   /// After a window: adds all gradients to the first model's, replica by replica.
   void add_gradients() {
@@ -158,6 +156,10 @@ class Replicas {
       return m.modules(/*include_self=*/false);
     else
       return {};
+  }
+  template <class Module>  // torch::nn::Module, which is complete only where a model is one
+  static void take_mode(const Module& first, Module& copy) {
+    if (copy.is_training() != first.is_training()) copy.train(first.is_training());
   }
   bool is_known(const void* model) const {
     return std::ranges::any_of(replicas_, [&](const auto& replica) { return replica.model.get() == model; });
