@@ -56,7 +56,7 @@ class Places {
   };
 
   [[gnu::always_inline]] static const void* address_of(const at::Tensor& tensor) {
-    const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();  // without the virtual has_storage()
+    const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();  // has_storage() is a call through memory
     return storage ? storage.data() : nullptr;
   }
   static void check(const char* kind, const std::string& name, const at::Tensor& tensor, const Place& place) {

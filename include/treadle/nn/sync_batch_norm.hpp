@@ -81,7 +81,7 @@ class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
     double momentum = options.momentum().value_or(0.0);
     if (is_training() && num_batches_tracked.defined()) {
       num_batches_tracked += 1;
-      if (!options.momentum()) momentum = 1.0 / num_batches_tracked.item<double>();  // a cumulative mean
+      if (!options.momentum()) momentum = 1.0 / num_batches_tracked.item<double>();  // sync: a cumulative mean needs it
     }
     if (!is_training() || !group_ || group_->getSize() == 1)
       return torch::nn::functional::detail::batch_norm(input, running_mean, running_var, weight, bias, of_batch,

@@ -181,7 +181,7 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
   static Tensors backward(Context* context, Tensors gradients) {
     if (at::GradMode::is_enabled())
       throw ConfigError(
-          "treadle::nn::SyncBatchNorm: gradients of its gradients are not implemented; call backward without "
+          "treadle::nn::SyncBatchNorm: there are no gradients of its gradients; call backward without "
           "create_graph.");
     const auto saved = context->get_saved_variables();
     const auto group = c10::static_intrusive_pointer_cast<c10d::ProcessGroup>(context->saved_data["group"].toCapsule());

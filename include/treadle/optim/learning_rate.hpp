@@ -43,7 +43,8 @@ class LearningRate {
   /// Throws `ConfigError` if a run of `run_steps` from here is too short for the schedule; reads the position.
   void check_run(std::int64_t run_steps) const {
     const bool goes_on = run_steps > 0 && planned_ && !follows_run();
-    schedule_.check_run(goes_on ? run_steps + position_.item<std::int64_t>() : run_steps);
+    const auto done = goes_on ? position_.item<std::int64_t>() : 0;  // sync: once, where a fit begins
+    schedule_.check_run(run_steps + done);
   }
   /// Whether `fit` sets the horizon, so that each `fit` starts the schedule anew.
   bool follows_run() const { return schedule_.needs_horizon(); }
