@@ -17,6 +17,8 @@
 #include <treadle/runtime/device.hpp>
 #include <vector>
 
+#include "median.hpp"
+
 namespace td = treadle;
 
 /// GPT-2 124M with its output layer tied to the token embedding: 124,439,808 elements.
@@ -60,7 +62,7 @@ struct Treadle {
       : gradients(problem.gradients),
         list([&] {
           std::vector<td::Parameter> named;
-          for (const auto& p : problem.parameters()) named.push_back({"p" + std::to_string(named.size()), p, p});
+          for (const auto& p : problem.parameters()) named.push_back({std::to_string(named.size()), p, p});
           return td::ParameterList(std::move(named), problem.device);
         }()),
         precision(td::precision::Fp32{}, list, {}, false),
@@ -97,11 +99,6 @@ double seconds_a_step(Contestant& contestant, at::Device device, int steps) {
   for (int i = 0; i < steps; ++i) contestant.step();
   td::synchronize(device);
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() / steps;
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
 }
 
 int main(int argc, char** argv) {

@@ -25,6 +25,8 @@
 #include <treadle/runtime/launch.hpp>
 #include <vector>
 
+#include "median.hpp"
+
 namespace td = treadle;
 using Clock = std::chrono::steady_clock;
 
@@ -40,11 +42,6 @@ struct Options {
 double since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 enum class Kind { AllReduce, ReduceScatter, AllGather };
 
 struct Case {

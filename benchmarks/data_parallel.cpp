@@ -17,6 +17,8 @@
 #include <treadle/parallelism/data_parallel.hpp>
 #include <treadle/treadle.hpp>
 
+#include "median.hpp"
+
 namespace td = treadle;
 using at::Tensor;
 
@@ -116,12 +118,6 @@ class Hand {
   std::vector<Tensor> weights_, exp_avg_, exp_avg_sq_, steps_;
   Tensor step_, rate_, two_;
 };
-
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
 
 template <class Net>
 void compare(const char* name, at::Device device, const std::vector<td::Batch>& batches, Net net, int blocks) {

@@ -6,7 +6,6 @@
 #include <sys/resource.h>
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdio>
@@ -17,6 +16,8 @@
 #include <treadle/runtime/launch.hpp>
 #include <treadle/treadle.hpp>
 #include <vector>
+
+#include "median.hpp"
 
 namespace td = treadle;
 
@@ -94,11 +95,6 @@ struct Contestant {
   td::Trainer<Net, CrossEntropy, td::optim::AdamW, td::Policies<Parallel>> trainer;
   at::Tensor loss;
 };
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 void work(const std::string& device, bool serve, int blocks) {
   Parallel parallel;

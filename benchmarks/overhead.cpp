@@ -5,7 +5,6 @@
 #include <ATen/record_function.h>
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -14,6 +13,8 @@
 #include <map>
 #include <new>
 #include <treadle/treadle.hpp>
+
+#include "median.hpp"
 
 namespace {
 std::atomic<long> allocations{0};
@@ -304,10 +305,6 @@ void compare(Loops& loops, const std::string& kind) {
     ours_us.push_back(a * 1e6);
     hand_us.push_back(b * 1e6);
   }
-  const auto median = [](std::vector<double> v) {
-    std::nth_element(v.begin(), v.begin() + static_cast<std::ptrdiff_t>(v.size() / 2), v.end());
-    return v[v.size() / 2];
-  };
   std::printf("  time a step             %.1f us against %.1f us, median ratio %.4f over %zu interleaved blocks\n",
               median(ours_us), median(hand_us), median(ratios), ratios.size());
 }
