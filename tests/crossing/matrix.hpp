@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "support/oracle.hpp"
+#include "support/policies_of.hpp"
 
 namespace treadle_test::matrix {
 
@@ -138,28 +139,6 @@ auto rule_of(const oracle::Recipe& r) {
                           .nesterov = r.nesterov,
                           .schedule = schedule_of(r.rate)};
 }
-template <Precision P>
-auto precision_of(const oracle::Recipe& r) {
-  if constexpr (P == Precision::Fp32)
-    return td::precision::Fp32{};
-  else if constexpr (P == Precision::Tf32)
-    return td::precision::Tf32{};
-  else if constexpr (P == Precision::Bf16)
-    return td::precision::Bf16{};
-  else if constexpr (P == Precision::Bf16Weights)
-    return td::precision::Bf16Weights{};
-  else
-    return td::precision::Fp16{.initial_scale = r.scale, .growth_interval = r.growth_interval};
-}
-template <Gathering G>
-auto accumulation_of() {
-  if constexpr (G == Gathering::None)
-    return td::accumulation::NoAccumulation{};
-  else if constexpr (G == Gathering::Over)
-    return td::accumulation::AccumulateOver{.batches = window};
-  else
-    return td::accumulation::SplitBatch{.micro_batches = slices};
-}
 template <Clip C>
 auto clipping_of() {
   if constexpr (C == Clip::None)
@@ -236,8 +215,8 @@ void run_combination() {
     auto recipe = recipe_of(row, rate);
     td::Trainer trainer{
         make<TinyNet>(), CrossEntropy{}, rule_of<row.rule>(recipe),
-        td::policies(precision_of<row.precision>(recipe), accumulation_of<row.gathering>(), clipping_of<row.clip>(),
-                     nonfinite_of<row.nonfinite>(), averaging_of<row.averages>(recipe))};
+        td::policies(precision_of<row.precision>(recipe), accumulation_of<row.gathering>(window, slices),
+                     clipping_of<row.clip>(), nonfinite_of<row.nonfinite>(), averaging_of<row.averages>(recipe))};
     reseed(7);
     const auto got = oracle::run(trainer, batches);
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "support/oracle.hpp"
+#include "support/policies_of.hpp"
 
 namespace {
 
@@ -39,26 +40,6 @@ std::vector<td::Batch> cut(const td::Batch& batch, std::int64_t parts) {
   return shards;
 }
 
-template <Precision P>
-auto precision_of(const oracle::Recipe& r) {
-  if constexpr (P == Precision::Fp32)
-    return td::precision::Fp32{};
-  else if constexpr (P == Precision::Bf16)
-    return td::precision::Bf16{};
-  else if constexpr (P == Precision::Bf16Weights)
-    return td::precision::Bf16Weights{};
-  else
-    return td::precision::Fp16{.initial_scale = r.scale, .growth_interval = r.growth_interval};
-}
-template <Gathering G>
-auto accumulation_of() {
-  if constexpr (G == Gathering::None)
-    return td::accumulation::NoAccumulation{};
-  else if constexpr (G == Gathering::Over)
-    return td::accumulation::AccumulateOver{.batches = over};
-  else
-    return td::accumulation::SplitBatch{.micro_batches = split};
-}
 template <bool Hard>
 auto others() {
   if constexpr (Hard)
@@ -89,9 +70,10 @@ void run_combination() {
     const auto parallel = td::parallelism::data_parallel(
         std::vector<at::Device>(static_cast<std::size_t>(devices), device()), MakePlain{});
     const auto [clipping, nonfinite] = others<Hard>();
-    td::Trainer trainer{make<PlainNet>(), CrossEntropy{},
-                        td::optim::AdamW{.learning_rate = recipe.learning_rate, .weight_decay = recipe.weight_decay},
-                        td::policies(parallel, precision_of<P>(recipe), accumulation_of<G>(), clipping, nonfinite)};
+    td::Trainer trainer{
+        make<PlainNet>(), CrossEntropy{},
+        td::optim::AdamW{.learning_rate = recipe.learning_rate, .weight_decay = recipe.weight_decay},
+        td::policies(parallel, precision_of<P>(recipe), accumulation_of<G>(over, split), clipping, nonfinite)};
     const auto got = oracle::run(trainer, batches);
 
     auto loop = oracle::classifier(make<PlainNet>(), recipe);
