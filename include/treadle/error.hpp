@@ -11,6 +11,13 @@
 namespace treadle {
 inline namespace v0_1 {
 
+namespace detail {
+/// The first line of what an exception says; LibTorch appends a list of frames to it.
+inline std::string first_line(const std::string& text) {
+  return text.substr(0, text.find('\n'));
+}
+}  // namespace detail
+
 /// Base of every exception that Treadle itself throws; ATen's own errors pass through as `c10::Error`.
 class Error : public std::runtime_error {
  public:

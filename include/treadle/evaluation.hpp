@@ -23,6 +23,7 @@
 #include "treadle/ranks_in_step.hpp"
 #include "treadle/runtime/placement.hpp"
 #include "treadle/runtime/random.hpp"
+#include "treadle/runtime/sum_dtype.hpp"
 #include "treadle/step_context.hpp"
 
 namespace treadle {
@@ -109,7 +110,7 @@ Metrics evaluate(Trainer& trainer, Range& range, const EvaluateOptions& options)
           require_scalar(loss.value);
           if (loss.counts_nothing()) return meter.add(context.records());
           at::Tensor value(loss.value.tensor_data());
-          if (value.scalar_type() == at::kBFloat16 || value.scalar_type() == at::kHalf) value = value.to(at::kFloat);
+          if (is_narrow(value.scalar_type())) value = value.to(at::kFloat);
           const bool on_device = loss.device_count.defined();
           const auto sum = loss.is_mean ? at::mul(value, static_cast<double>(loss.count)) : value;
           meter.add("loss", sum.reshape({}), on_device ? 0.0 : static_cast<double>(loss.count), loss.device_count, {});

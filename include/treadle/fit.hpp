@@ -118,7 +118,7 @@ class Fit {
     for (const auto& parameter : trainer_.parameters())
       if (parameter.model.requires_grad()) info.parameters += parameter.model.numel();
     if (!trainer_.observers().on_fit_begin(info, ranks_.rank())) wish(StopReason::Requested);
-    stop_ = ranks_.agree(wish_);
+    agree_to_stop();
   }
 
   template <class Train>

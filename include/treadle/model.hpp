@@ -99,28 +99,35 @@ at::Tensor item_tensor(const Item& item) {
     return item.value;
 }
 
+/// Calls `f(name, tensor)` for each defined tensor of a module's named ones, once, in their order.
+template <class Items, class F>
+void for_each_once(const Items& items, F&& f) {
+  std::unordered_set<const void*> seen;
+  for (const auto& item : items) {
+    auto tensor = item_tensor(item);
+    if (tensor.defined() && seen.insert(tensor.unsafeGetTensorImpl()).second) f(item_name(item), tensor);
+  }
+}
+
 /// Parameters in the model's order, tied ones once, without the gradients that they may have from before. Throws
 /// `ConfigError` for integer and complex ones.
 template <class M>
 ParameterList list_parameters(M& m, at::Device device) {
   std::vector<Parameter> parameters;
-  std::unordered_set<const void*> seen;
   bool any = false;
-  for (const auto& item : m.named_parameters()) {
-    auto tensor = item_tensor(item);
-    if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+  for_each_once(m.named_parameters(), [&](const std::string& name, const at::Tensor& tensor) {
     if (!at::isFloatingType(tensor.scalar_type()))
-      throw ConfigError("treadle::Trainer: parameter '" + item_name(item) + "' is of dtype " +
+      throw ConfigError("treadle::Trainer: parameter '" + name + "' is of dtype " +
                         c10::toString(tensor.scalar_type()) +
                         "; only floating-point tensors can be trained, so register it as a buffer.");
     if (!tensor.is_non_overlapping_and_dense())
-      throw ConfigError("treadle::Trainer: parameter '" + item_name(item) +
+      throw ConfigError("treadle::Trainer: parameter '" + name +
                         "' is a view with gaps or overlaps in memory (sizes and strides do not fill it), which fused "
                         "updates would write beside; register a contiguous() clone of it.");
     any |= tensor.requires_grad();
     tensor.mutable_grad().reset();  // or the first backward pass would add to it
-    parameters.push_back({item_name(item), tensor, tensor});
-  }
+    parameters.push_back({name, tensor, tensor});
+  });
   if (!any)
     throw ConfigError(
         "treadle::Trainer: no parameter of the model requires a gradient, so there is nothing to train; "
@@ -132,12 +139,9 @@ ParameterList list_parameters(M& m, at::Device device) {
 template <class M>
 BufferList list_buffers(M& m) {
   BufferList buffers;
-  std::unordered_set<const void*> seen;
-  for (const auto& item : m.named_buffers()) {
-    auto tensor = item_tensor(item);
-    if (tensor.defined() && seen.insert(tensor.unsafeGetTensorImpl()).second)
-      buffers.push_back({item_name(item), tensor});
-  }
+  for_each_once(m.named_buffers(), [&](const std::string& name, const at::Tensor& tensor) {
+    buffers.push_back({name, tensor});
+  });
   return buffers;
 }
 

@@ -13,6 +13,7 @@
 
 #include "treadle/error.hpp"
 #include "treadle/records.hpp"
+#include "treadle/runtime/sum_dtype.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
@@ -58,10 +59,8 @@ class StepContext {
     // A parameter, or a view of one, would change under the record; what was computed for it alone is taken as it is.
     if (value.use_count() > 1 || plain.storage().use_count() > 1) plain = plain.clone();
     if (plain.dim() != 0) plain = plain.reshape({});
-    // Sums over a window are taken in the value's own dtype: bool would become "or", and narrow ones overflow or round.
-    const auto dtype = plain.scalar_type();
-    if (at::isIntegralType(dtype, /*includeBool=*/true)) return dtype == at::kLong ? plain : plain.to(at::kLong);
-    return dtype == at::kHalf || dtype == at::kBFloat16 ? plain.to(at::kFloat) : plain;
+    const auto wide = detail::sum_dtype(plain.scalar_type());
+    return plain.scalar_type() == wide ? plain : plain.to(wide);
   }
 
   NameTable& names_;

@@ -14,6 +14,7 @@
 #include "treadle/error.hpp"
 #include "treadle/runtime/parameters.hpp"
 #include "treadle/runtime/runs.hpp"
+#include "treadle/runtime/sum_dtype.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
@@ -109,9 +110,7 @@ struct ExponentialAverage {
     }
 
     // A bf16 average at 0.999 never moves, so averages of low-precision weights are fp32.
-    static at::ScalarType wide(at::ScalarType dtype) {
-      return dtype == at::kBFloat16 || dtype == at::kHalf ? at::kFloat : dtype;
-    }
+    static at::ScalarType wide(at::ScalarType dtype) { return detail::is_narrow(dtype) ? at::kFloat : dtype; }
 
     double weight_;
     std::vector<std::string> names_;

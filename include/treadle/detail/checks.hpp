@@ -30,6 +30,7 @@
 #include "treadle/precision/concept.hpp"
 #include "treadle/runtime/parameters.hpp"
 #include "treadle/runtime/sink.hpp"
+#include "treadle/runtime/sum_dtype.hpp"
 #include "treadle/trainer_options.hpp"
 
 namespace treadle {
@@ -149,8 +150,7 @@ inline bool is_plain_loss(const at::Tensor& value) {
 /// Where the backward pass of a loss of any shape and dtype starts, and from what.
 [[gnu::cold]] inline Root root_of(const at::Tensor& value, const at::Tensor& seed, double factor) {
   auto root = value.dim() == 0 ? value : value.reshape({});
-  if (root.scalar_type() == at::kHalf || root.scalar_type() == at::kBFloat16)
-    root = root.to(at::kFloat);  // a loss scale does not fit into fp16
+  if (is_narrow(root.scalar_type())) root = root.to(at::kFloat);
   if (root.scalar_type() ==
       at::kDouble)  // the factor anew, which the fp32 seed has rounded; seed / its factor is the scale
     return {root, seed.to(at::kDouble).mul_(factor / static_cast<double>(static_cast<float>(factor)))};

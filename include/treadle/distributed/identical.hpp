@@ -6,7 +6,6 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
-#include <exception>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -60,19 +59,6 @@ inline void require_identical(ProcessGroup& group, const std::vector<at::Tensor>
       throw DistributedError(
           "parallelism::DistributedDataParallel: the ranks' models differ after rank 0's was broadcast; something else "
           "writes to the parameters while the trainer is made.");
-}
-
-/// The text of the exception that is being handled, on one line.
-inline std::string current_error() {
-  try {
-    throw;
-  } catch (const c10::Error& error) {
-    return ProcessGroup::first_line(error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    return ProcessGroup::first_line(error.what());
-  } catch (...) {
-    return "an exception of unknown type";
-  }
 }
 
 }  // namespace detail

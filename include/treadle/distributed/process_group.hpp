@@ -4,8 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
@@ -13,7 +12,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -170,10 +168,8 @@ class ProcessGroup {
       return std::forward<F>(f)();
     } catch (const DistributedError&) {
       throw;
-    } catch (const c10::Error& error) {
-      fail(what, first_line(error.what_without_backtrace()));
     } catch (const std::exception& error) {
-      fail(what, first_line(error.what()));
+      fail(what, detail::first_line(error.what()));
     }
   }
   /// Whether an exception that came through other code is a collective's.
@@ -184,7 +180,6 @@ class ProcessGroup {
     return type.find("gloo") != type.npos || text.find("gloo") != text.npos || text.find("NCCL") != text.npos ||
            text.find("pair closure") != text.npos;
   }
-  static std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
  private:
   c10::intrusive_ptr<c10d::Store> prefixed(const char* name) const {

@@ -46,10 +46,9 @@ void collective(const SharedGroup& group, F&& f) {
   try {
     f()->wait();
   } catch (const std::exception& error) {
-    const std::string text = error.what();
     throw DistributedError(
         "treadle::nn::SyncBatchNorm: rank " + std::to_string(group->getRank()) + " lost the others (" +
-        text.substr(0, text.find('\n')) +
+        treadle::detail::first_line(error.what()) +
         "); all ranks must run the model equally often, and a trainer does not where a rank has no batch or no "
         "rows: give each rank rows for every micro-batch.");
   }

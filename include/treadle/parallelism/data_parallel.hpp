@@ -24,6 +24,7 @@
 #include "treadle/parallelism/device_threads.hpp"
 #include "treadle/parallelism/replica_source.hpp"
 #include "treadle/parallelism/replicas.hpp"
+#include "treadle/parallelism/single_device.hpp"
 #include "treadle/runtime/device.hpp"
 #include "treadle/runtime/parameters.hpp"
 #include "treadle/runtime/random.hpp"
@@ -103,11 +104,7 @@ class BasicDataParallel<Factory>::State {
   void run(Model& model, const Batch& batch, bool /*reduces*/, Context& context, const Stages& stages) {
     const std::int64_t rows = treadle::rows(batch);
     const std::int64_t parts = std::clamp<std::int64_t>(rows, 1, static_cast<std::int64_t>(replicas_.size()));
-    if (parts == 1) {
-      const Loss loss = stages.forward(model, batch, context);
-      if (loss.counts_nothing()) return stages.skip();
-      return stages.backward(loss.value, stages.weigh(loss, batch));
-    }
+    if (parts == 1) return detail::run_whole(model, batch, context, stages);
     for (std::size_t turn = 0; turn < replicas_.turns(); ++turn) {
       Shards<Batch> shards;
       for (std::int64_t i = 0; i < parts; ++i) {

@@ -21,8 +21,10 @@
 #include "treadle/distributed/wire.hpp"
 #include "treadle/error.hpp"
 #include "treadle/loss.hpp"
+#include "treadle/parallelism/single_device.hpp"
 #include "treadle/runtime/device.hpp"
 #include "treadle/runtime/parameters.hpp"
+#include "treadle/runtime/rank.hpp"
 #include "treadle/runtime/sink.hpp"
 #include "treadle/runtime/world.hpp"
 
@@ -69,16 +71,11 @@ template <ParameterUse Use>
 class DistributedDataParallel<Use>::State {
  public:
   explicit State(const DistributedDataParallel& policy)
-      : policy_(policy),
-        world_(policy.world ? *policy.world : World::from_environment()),
-        device_(choose_device(policy, world_)),
-        group_(world_, device_, policy.start_timeout) {
-    set_speaker(world_.rank == 0);
-  }
+      : State(policy, policy.world ? *policy.world : World::from_environment()) {}
 
   at::Device device() const { return device_; }
-  int rank() const { return world_.rank; }
-  int world_size() const { return world_.world_size; }
+  int rank() const { return group_.rank(); }
+  int world_size() const { return group_.world_size(); }
   ProcessGroup& group() { return group_; }
   double agree(double value) { return group_.max(value); }
   std::vector<std::string> gather(const std::string& mine) { return group_.gather(mine); }
@@ -95,7 +92,7 @@ class DistributedDataParallel<Use>::State {
     }
     for (const auto& buffer : buffers) buffers_.push_back(buffer.tensor);
     all.insert(all.end(), buffers_.begin(), buffers_.end());
-    if (world_.world_size > 1) group_.broadcast(all);
+    if (world_size() > 1) group_.broadcast(all);
     detail::require_identical(group_, all);
     masters_ = std::make_unique<detail::MasterGradients>(parameters);
     std::vector<std::string> names;
@@ -106,7 +103,7 @@ class DistributedDataParallel<Use>::State {
       watched.push_back(parameter.master);
     }
     // Alone, a rank keeps gradients where the single device has them: where they lie decides how a GPU adds up a norm.
-    const bool views = policy_.bucket_views && world_.world_size > 1;
+    const bool views = policy_.bucket_views && world_size() > 1;
     reducer_ = std::make_unique<detail::GradientReducer<Use>>(
         std::move(names), std::move(watched), group_,
         detail::ReducerOptions{policy_.bucket_bytes, policy_.first_bucket_bytes, views, policy_.wire});
@@ -114,22 +111,21 @@ class DistributedDataParallel<Use>::State {
 
   void begin_window() {
     stage_ = Stage::Open;
-    if (policy_.broadcast_buffers && world_.world_size > 1) group_.broadcast(buffers_);
+    if (policy_.broadcast_buffers && world_size() > 1) group_.broadcast(buffers_);
   }
 
   template <class Model, class Batch, class Context, class Stages>
   void run(Model& model, const Batch& batch, bool reduces, Context& context, const Stages& stages) {
     const bool counts_graph = Use == ParameterUse::Static && first_window_;  // its first window reduces every time
-    const bool synchronizes = reduces || counts_graph;
-    if (synchronizes) prepare_reduction();
+    if (!reduces && !counts_graph) return detail::run_whole(model, batch, context, stages);
+    prepare_reduction();
     const Loss loss = stages.forward(model, batch, context);
     if (loss.counts_nothing()) {
       stages.skip();
-      if (counts_graph && !reduces) reduce([&] { reducer_->reduce_zeros(); });
+      if (!reduces) reduce([&] { reducer_->reduce_zeros(); });
       return;  // a window that ends without a reduction makes up for it in finish_reduction
     }
     const detail::Weight weight = stages.weigh(loss, batch);
-    if (!synchronizes) return stages.backward(loss.value, weight);
     if (reduces) share(stages.share());
     reduce([&] {
       const bool searches = Use == ParameterUse::Find;
@@ -167,10 +163,9 @@ class DistributedDataParallel<Use>::State {
   /// In a handler: the other ranks wait for this one's part in the window, so it is given, with word that it failed.
   template <class Stages>
   void abandon(const Stages& stages) {
-    const std::string reason = detail::current_error();
-    group_.report_failure(reason);
+    group_.report_failure(detail::first_line(detail::text_of_current_exception()));
     // Only within a window is it known what the others do next; elsewhere their time-out tells them.
-    if (world_.world_size == 1 || group_.lost() || stage_ != Stage::Open) return;
+    if (world_size() == 1 || group_.lost() || stage_ != Stage::Open) return;
     try {
       stages.skip();
       auto failed = stages.share();
@@ -185,6 +180,10 @@ class DistributedDataParallel<Use>::State {
  private:
   enum class Stage { Closed, Open, Reducing, Reduced };
 
+  State(const DistributedDataParallel& policy, const World& world)
+      : policy_(policy), device_(choose_device(policy, world)), group_(world, device_, policy.start_timeout) {
+    set_speaker(rank() == 0);
+  }
   static at::Device choose_device(const DistributedDataParallel& policy, const World& world) {
     if (policy.device) return resolve_device(policy.device);
     const int visible = cuda_device_count();
@@ -208,7 +207,7 @@ class DistributedDataParallel<Use>::State {
       throw;
     } catch (const std::exception& error) {
       if (ProcessGroup::is_collective_failure(error))
-        group_.fail("the reduction of gradients", ProcessGroup::first_line(error.what()));
+        group_.fail("the reduction of gradients", detail::first_line(error.what()));
       throw;
     }
     stage_ = before;
@@ -221,7 +220,7 @@ class DistributedDataParallel<Use>::State {
   }
   /// Begins to add up the counts, beside the backward pass.
   void share(const at::Tensor& counts) {
-    if (world_.world_size == 1) return;
+    if (world_size() == 1) return;
     totals_ = counts;
     totals_work_ = group_.start_sum(totals_);
   }
@@ -241,12 +240,11 @@ class DistributedDataParallel<Use>::State {
   }
   [[noreturn]] void refuse_failed() {
     stage_ = Stage::Closed;
-    throw DistributedError("parallelism::DistributedDataParallel: rank " + std::to_string(world_.rank) +
+    throw DistributedError("parallelism::DistributedDataParallel: rank " + std::to_string(rank()) +
                            " stops, because another rank has failed; the first to fail was " + group_.first_failure());
   }
 
   DistributedDataParallel policy_;
-  World world_;
   at::Device device_;
   ProcessGroup group_;
   std::vector<at::Tensor> buffers_;

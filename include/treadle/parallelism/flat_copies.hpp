@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "treadle/runtime/flat_layout.hpp"
 #include "treadle/version.hpp"
 
 namespace treadle {
@@ -86,8 +87,6 @@ class FlatBroadcast {
   }
 
  private:
-  static constexpr std::int64_t alignment = 64;  // elements: every twin stays aligned for vector loads
-
   struct Chunk {
     std::vector<at::Tensor> sources;
     std::vector<at::Tensor> pieces;  // flat views of them in the order of their memory, with what fills the gaps
@@ -99,11 +98,11 @@ class FlatBroadcast {
 
   static void lay_out(Chunk& chunk) {
     if (chunk.sources.size() == 1) return;
-    const auto gap = at::zeros({alignment}, chunk.sources[0].options());
+    const auto gap = at::zeros({flat_alignment}, chunk.sources[0].options());
     for (const auto& source : chunk.sources) {
       chunk.offsets.push_back(chunk.size);
       chunk.pieces.push_back(source.as_strided({source.numel()}, {1}, source.storage_offset()));
-      const auto room = (source.numel() + alignment - 1) / alignment * alignment;
+      const auto room = flat_room(source.numel());
       if (room > source.numel()) chunk.pieces.push_back(gap.narrow(0, 0, room - source.numel()));
       chunk.size += room;
     }

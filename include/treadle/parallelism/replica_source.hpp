@@ -88,8 +88,7 @@ std::shared_ptr<M> cloned(const M& m) {
   try {
     copy = m.clone();
   } catch (const c10::Error& error) {
-    const std::string text = error.what_without_backtrace();
-    throw ConfigError("parallelism::DataParallel: the model's clone() failed (" + text.substr(0, text.find('\n')) +
+    throw ConfigError("parallelism::DataParallel: the model's clone() failed (" + first_line(error.what()) +
                       "); register everything in reset(), in submodules too, or give a factory: "
                       "parallelism::data_parallel(devices, [] { return Net(); }).");
   }

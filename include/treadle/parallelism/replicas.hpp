@@ -11,7 +11,6 @@
 #include <cstddef>
 #include <memory>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -31,12 +30,7 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 template <class Items>
 NamedTensors each_once(const Items& items) {
   NamedTensors tensors;
-  std::unordered_set<const void*> seen;
-  for (const auto& item : items) {
-    auto tensor = item_tensor(item);
-    if (tensor.defined() && seen.insert(tensor.unsafeGetTensorImpl()).second)
-      tensors.emplace_back(item_name(item), std::move(tensor));
-  }
+  for_each_once(items, [&](const std::string& name, const at::Tensor& tensor) { tensors.emplace_back(name, tensor); });
   return tensors;
 }
 

@@ -13,6 +13,17 @@
 
 namespace treadle {
 inline namespace v0_1 {
+namespace detail {
+/// The stages of a micro-batch that one model takes whole.
+template <class Model, class Batch, class Context, class Stages>
+[[gnu::always_inline]] inline void run_whole(Model& model, const Batch& batch, Context& context, const Stages& stages) {
+  const Loss loss = stages.forward(model, batch, context);
+  if (loss.counts_nothing()) [[unlikely]]
+    return stages.skip();
+  stages.backward(loss.value, stages.weigh(loss, batch));
+}
+}  // namespace detail
+
 namespace parallelism {
 
 /// One process and one device: the first CUDA device if there is one, else the CPU, unless `device` names one.
@@ -49,10 +60,7 @@ struct SingleDevice {
     template <class Model, class Batch, class Context, class Stages>
     [[gnu::always_inline]] void run(Model& model, const Batch& batch, bool /*reduces*/, Context& context,
                                     const Stages& stages) const {
-      const Loss loss = stages.forward(model, batch, context);
-      if (loss.counts_nothing()) [[unlikely]]
-        return stages.skip();
-      stages.backward(loss.value, stages.weigh(loss, batch));
+      treadle::detail::run_whole(model, batch, context, stages);
     }
     /// Once a step after its last micro-batch: when it returns, gradients are reduced and `window` has all ranks'
     /// totals.

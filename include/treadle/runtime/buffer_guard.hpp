@@ -14,6 +14,7 @@
 #include <set>
 #include <vector>
 
+#include "treadle/runtime/flat_layout.hpp"
 #include "treadle/runtime/parameters.hpp"
 
 namespace treadle {
@@ -53,12 +54,9 @@ class BufferGuard {
   }
 
  private:
-  // elements: every view stays aligned for vector loads
-  static std::int64_t room_for(const at::Tensor& tensor) { return (tensor.numel() + 63) / 64 * 64; }
-
   void pool(std::vector<at::Tensor>& tensors) {
     std::int64_t total = 0;
-    for (const auto& tensor : tensors) total += room_for(tensor);
+    for (const auto& tensor : tensors) total += flat_room(tensor.numel());
     auto flat = pooled(tensors) ? at::empty({0}, tensors.front().options()).set_(tensors.front().storage(), 0, {total})
                                 : gathered(tensors, total);
     guard(flat);
@@ -78,7 +76,7 @@ class BufferGuard {
     for (const auto& tensor : tensors) {
       if (!tensor.is_alias_of(tensors.front()) || tensor.storage_offset() != offset || !tensor.is_contiguous())
         return false;
-      offset += room_for(tensor);
+      offset += flat_room(tensor.numel());
     }
     return tensors.front().storage().nbytes() == static_cast<std::size_t>(offset) * tensors.front().element_size();
   }
@@ -89,7 +87,7 @@ class BufferGuard {
       auto view = flat.narrow(0, offset, tensor.numel()).view(tensor.sizes());
       view.copy_(tensor);
       tensor.set_data(view);
-      offset += room_for(tensor);
+      offset += flat_room(tensor.numel());
     }
     return flat;
   }

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "treadle/loss.hpp"
+#include "treadle/runtime/sum_dtype.hpp"
 #include "treadle/step_result.hpp"
 
 namespace treadle {
@@ -189,12 +190,8 @@ class Window {
     c0_ = agree(nominal);
     if (!(c0_ > 0)) c0_ = 1.0;
   }
-  // In a dtype that holds sums: bool would be or-ed, uint8 overflow, bfloat16 stop at 256.
   void count_on_device(const at::Tensor& count) {
-    const auto dtype = count.scalar_type();
-    const bool narrow = dtype == at::kHalf || dtype == at::kBFloat16;
-    const auto wide = at::isIntegralType(dtype, /*includeBool=*/true) ? at::kLong : narrow ? at::kFloat : dtype;
-    const auto widened = count.to(wide);
+    const auto widened = count.to(sum_dtype(count.scalar_type()));
     device_count_ = device_count_.defined() ? at::add(device_count_, widened) : widened;
   }
   double host_total() const { return totals_.defined() ? totals_.const_data_ptr<double>()[0] : host_count_; }
@@ -206,8 +203,8 @@ class Window {
   // tensor_data() leaves the graph behind without a dispatched detach.
   [[gnu::always_inline]] void collect(const at::Tensor& value, double factor) {
     at::Tensor plain(value.tensor_data());
-    if (const auto dtype = plain.scalar_type(); dtype == at::kBFloat16 || dtype == at::kHalf) [[unlikely]]
-      plain = plain.to(at::kFloat);  // or the sum of a long window would be rounded away
+    if (is_narrow(plain.scalar_type())) [[unlikely]]
+      plain = plain.to(at::kFloat);
     if (plain.dim() != 0) [[unlikely]]
       plain = plain.reshape({});
     if (keep_losses_) losses_.push_back(plain);

@@ -29,7 +29,8 @@ struct StagesProbe {
   template <class Context>
   Loss forward(int&, const Batch& part, Context&) const {
     const std::lock_guard lock(mutex);
-    for (std::int64_t i = 0; i < part.data.size(0); ++i) seen.insert(part.data[i].item<std::int64_t>());
+    for (std::int64_t i = 0; i < part.data.size(0); ++i)
+      seen.insert(part.data[i].item<std::int64_t>());  // sync: a check looks
     ++forwards;
     return Loss::mean(part.data.to(at::kFloat).mean(), part.data.size(0));
   }
