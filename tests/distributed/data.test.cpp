@@ -24,7 +24,7 @@
 namespace td = treadle;
 using td::data::RaggedEnds;
 using td::data::TensorLoader;
-using td::data::TensorLoaderOptions;
+using td::data::LoaderOptions;
 
 namespace {
 
@@ -113,7 +113,7 @@ TEST_CASE("over all ranks: union, no overlap, counts, and batches of the job") {
               CAPTURE(static_cast<int>(ends));
               CAPTURE(shuffle);
               CAPTURE(drop_last);
-              TensorLoaderOptions options{
+              LoaderOptions options{
                   .batch_size = batch_size, .shuffle = shuffle, .seed = 5, .drop_last = drop_last, .ends = ends};
               TensorLoader whole{numbered(rows), {.batch_size = batch_size * world, .shuffle = shuffle, .seed = 5}};
               constexpr std::int64_t epoch = 3;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What connect says when processes do not find each other. Real jobs are in launch.test.cpp.
+#include <treadle/distributed/failure_watch.hpp>
 #include <treadle/runtime/store.hpp>
 
 #include <arpa/inet.h>
@@ -7,8 +8,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "support/doctest.hpp"
@@ -16,6 +19,7 @@
 
 namespace td = treadle;
 using std::chrono::milliseconds;
+using std::chrono::seconds;
 
 namespace {
 
@@ -119,4 +123,36 @@ TEST_CASE("two processes with one rank") {
   store.add("arrived/1", 1);
   CHECK_SAYS(td::DistributedError, "World: rank 1 found another process with the same rank",
              td::detail::wait_for_ranks(store, world(1, 2, 1), std::chrono::steady_clock::now(), "World: rank 1"));
+}
+
+TEST_CASE("word of a failure is acted on once, after the grace, and not by who has failed itself") {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::atomic<int> told{0};
+  const auto watch = [&](milliseconds grace) {
+    return std::make_unique<td::detail::FailureWatch>(store, "failure", milliseconds(5), grace, [&] { ++told; });
+  };
+  const auto wait = [&](int count) {
+    for (int i = 0; i < 400 && told < count; ++i) std::this_thread::sleep_for(milliseconds(5));
+    return told.load();
+  };
+  {
+    const auto one = watch(milliseconds(1));
+    std::this_thread::sleep_for(milliseconds(50));
+    CHECK(told == 0);
+  }
+  CHECK(told == 0);
+  const auto start = std::chrono::steady_clock::now();
+  const auto one = watch(milliseconds(100));
+  store->set("failure", std::vector<std::uint8_t>{1});
+  CHECK(wait(1) == 1);
+  CHECK(seconds_since(start) > 0.09);
+  std::this_thread::sleep_for(milliseconds(50));
+  CHECK(told == 1);
+  const auto own = watch(seconds(60));
+  std::this_thread::sleep_for(milliseconds(50));  // in its grace
+  const auto stopping = std::chrono::steady_clock::now();
+  own->stop();
+  watch(seconds(60)).reset();
+  CHECK(seconds_since(stopping) < 30);
+  CHECK(told == 1);
 }

@@ -4,6 +4,7 @@
 // host.
 #include "support/skip.hpp"
 #define REQUIRE_DEVICE() TREADLE_REQUIRE_CUDA()
+#include "distributed/failures.hpp"
 #include "distributed/training.hpp"
 
 namespace {
@@ -17,3 +18,30 @@ const bool hosts_differ = [] {
   return true;
 }();
 }  // namespace
+
+namespace {
+const Role stays_role("stays", [](const td::World& world) {
+  const auto mine = dealt(ragged(), world);
+  std::string said;
+  const double taken = seconds_of([&] {
+    said = told(world, "", seconds(60), [&](auto& trainer) {
+      try {
+        trainer.fit(BrokenLoader{{&mine}, world.rank == 1}, {.epochs = 1});
+      } catch (const td::DataError&) {
+        std::this_thread::sleep_for(seconds(20));  // and the trainer lives on
+        throw;
+      }
+    });
+  });
+  CAPTURE(said);
+  if (world.rank == 0) {
+    CHECK(said.find("rank 1: the file ends in the middle") != said.npos);
+    CHECK(taken < 15);
+  }
+});
+}  // namespace
+
+TEST_CASE("a throw between steps is told through the store, while the one who threw lives on") {
+  REQUIRE_DEVICE();
+  CHECK(run_ranks(2, "stays", seconds(40)) == 0);
+}

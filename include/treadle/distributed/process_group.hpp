@@ -12,10 +12,13 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -23,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "treadle/distributed/failure_watch.hpp"
 #include "treadle/distributed/gloo.hpp"
 #include "treadle/distributed/nccl.hpp"
 #include "treadle/error.hpp"
@@ -54,14 +58,17 @@ class ProcessGroup {
         group_->setBackend(c10::DeviceType::CUDA, Type::NCCL, nccl);
         group_->setDefaultBackend(Type::NCCL);
         nccl_ = nccl;
+        if (world_.world_size > 1) watch_for_failures();
       }
     });
   }
   ProcessGroup(const ProcessGroup&) = delete;
   ProcessGroup& operator=(const ProcessGroup&) = delete;
   ~ProcessGroup() {
+    watch_.reset();  // it uses the communicator
+    if (!nccl_ || given_up_) return;
     try {
-      if (nccl_) lost_ ? nccl_->abort() : nccl_->shutdown();
+      lost() || reported_ ? nccl_->abort() : nccl_->shutdown();
     } catch (const std::exception&) {  // a lost communicator cannot be ended properly
     }
   }
@@ -73,7 +80,7 @@ class ProcessGroup {
   const c10::intrusive_ptr<c10d::ProcessGroup>& c10d() const { return group_; }
   void set_timeout(std::chrono::milliseconds timeout) { group_->setTimeout(timeout); }
   /// Whether a collective has failed, after which the ranks can no longer meet.
-  bool lost() const { return lost_; }
+  bool lost() const { return lost_.load(std::memory_order_relaxed); }
 
   /// Begins to add `tensor` up over all ranks, in place.
   Work start_sum(at::Tensor& tensor) {
@@ -135,6 +142,8 @@ class ProcessGroup {
 
   /// Leaves word of why this rank fails, for the others' errors; the first word stays.
   void report_failure(const std::string& text) noexcept {
+    reported_ = true;
+    if (watch_) watch_->stop();
     try {
       const std::string note = "rank " + std::to_string(world_.rank) + ": " + text;
       store_->compareSet("failure", {}, std::vector<std::uint8_t>(note.begin(), note.end()));
@@ -182,6 +191,17 @@ class ProcessGroup {
   }
 
  private:
+  /// Gloo ends waiting when a connection closes, as that of a rank that ends does. Kernels of NCCL on one host wait for
+  /// memory that no one writes to any more, until the timeout: so the communicator is given up where a rank has left
+  /// word, after which the device goes on, and what the host asks for next throws.
+  void watch_for_failures() {
+    using std::chrono::milliseconds;
+    const auto interval = std::max(milliseconds(500), milliseconds(2) * world_.world_size);  // the store serves all
+    watch_.emplace(store_, "failure", interval, milliseconds(1000), [this] {
+      lost_ = given_up_ = true;
+      nccl_->abort();
+    });
+  }
   c10::intrusive_ptr<c10d::Store> prefixed(const char* name) const {
     return c10::make_intrusive<c10d::PrefixStore>(name, store_);
   }
@@ -190,7 +210,10 @@ class ProcessGroup {
   Store store_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::intrusive_ptr<c10d::Backend> nccl_;
-  bool lost_ = false;
+  std::atomic<bool> lost_ = false;
+  std::atomic<bool> given_up_ = false;  // by the watch
+  bool reported_ = false;
+  std::optional<detail::FailureWatch> watch_;
 };
 
 }  // namespace v0_1

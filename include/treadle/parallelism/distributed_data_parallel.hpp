@@ -110,6 +110,7 @@ class DistributedDataParallel<Use>::State {
   }
 
   void begin_window() {
+    if (group_.lost()) group_.fail("the step before", "it was given up");
     stage_ = Stage::Open;
     if (policy_.broadcast_buffers && world_size() > 1) group_.broadcast(buffers_);
   }
@@ -150,6 +151,7 @@ class DistributedDataParallel<Use>::State {
   /// Throws `DistributedError` if another rank has failed.
   void report() {
     if (failed_.defined() && failed_.item<double>() > 0) refuse_failed();  // sync: log point
+    if (group_.lost()) group_.fail("a step", "it was given up");
   }
   /// Drops what an open window has begun.
   void reset() {
@@ -173,7 +175,8 @@ class DistributedDataParallel<Use>::State {
       failed[2].fill_(1);
       reduce_nothing(failed);
       group_.wait(totals_work_);
-    } catch (const Error&) {  // what was thrown first is what the caller hears of
+      static_cast<void>(totals_.cpu());  // sync: this process may end next, and the others' devices wait for its part
+    } catch (const std::exception&) {    // what was thrown first is what the caller hears of
     }
   }
 
@@ -231,10 +234,10 @@ class DistributedDataParallel<Use>::State {
     if (totals_.is_cpu()) {
       if (totals_.template const_data_ptr<double>()[2] > 0) refuse_failed();
     } else {
-      // The host does not wait to know: a window with a failed rank in it counts nothing, and a log point reports it.
-      const auto failed = totals_[2];
-      totals_[0].mul_(failed.eq(0));
-      failed_ = failed_.defined() ? failed_.add_(failed) : failed.clone();
+      // The host does not wait to know: from the first window with a failed rank in it none counts anything, whatever
+      // a lost communicator leaves in its gradients, and a log point reports it.
+      failed_ = failed_.defined() ? failed_.add_(totals_[2]) : totals_[2].clone();
+      totals_[0].masked_fill_(failed_.ne(0), 0);
     }
     window.take_totals(totals_);
   }

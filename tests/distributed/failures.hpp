@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+// What becomes of the others when a rank fails; included once for Gloo, once for NCCL, behind training.hpp.
+#pragma once
+
+#include "distributed/training.hpp"
+
+#include <cstdio>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "treadle/runtime/rank.hpp"
+#include "treadle/runtime/sink.hpp"
+
+namespace {
+
+struct Thrower {
+  template <class Net>
+  td::Loss operator()(Net& net, const td::Batch& batch) const {
+    if (failing && ++*calls == 4) {
+      if (how == "throw") throw std::runtime_error("the fourth batch is broken");
+      if (how == "kill") std::raise(SIGKILL);
+      if (how == "sleep") std::this_thread::sleep_for(seconds(3600));
+    }
+    return td::mean_loss(net.forward(batch.data), batch.target);
+  }
+  bool failing = false;
+  std::string how{};
+  std::shared_ptr<int> calls = std::make_shared<int>(0);
+};
+
+/// What the ranks that did not fail are told.
+template <class Feed>
+std::string told(const td::World& world, const std::string& how, milliseconds timeout, Feed&& feed) {
+  auto net = make<PlainNet>(1);
+  auto policy = ddp();
+  policy.timeout = timeout;
+  td::Trainer trainer{net, Thrower{world.rank == 1, how}, td::optim::AdamW{},
+                      td::policies(policy, td::accumulation::AccumulateOver{.batches = 2})};
+  try {
+    feed(trainer);
+  } catch (const td::DistributedError& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    return std::string("own: ") + error.what();
+  }
+  return "nothing";
+}
+void throws(const td::World& world) {
+  const auto said = told(world, "throw", seconds(20), [&](auto& t) { t.fit(dealt(ragged(), world), {.epochs = 1}); });
+  CAPTURE(said);
+  if (world.rank == 1)
+    CHECK(said == "own: the fourth batch is broken");
+  else
+    CHECK(said.find("the first to fail was rank 1: the fourth batch is broken") != said.npos);
+}
+const Role throws_role("throws", throws);
+
+struct BrokenLoader : Stream {
+  bool broken;
+  struct Iterator : Stream::Iterator {
+    bool broken;
+    Iterator& operator++() {
+      if (broken && i == 2) throw td::DataError("the file ends in the middle of a record.");
+      return ++i, *this;
+    }
+  };
+  Iterator begin() const { return {{list, 0}, broken}; }
+};
+void loader_throws(const td::World& world) {
+  const auto mine = dealt(ragged(), world);
+  const auto said = told(world, "", seconds(20), [&](auto& t) {
+    t.fit(BrokenLoader{{&mine}, world.rank == 1}, {.epochs = 1});
+  });
+  CAPTURE(said);
+  if (world.rank == 1)
+    CHECK(said == "own: the file ends in the middle of a record.");
+  else
+    CHECK(said.find("rank 1: the file ends in the middle") != said.npos);
+}
+const Role loader_throws_role("loader throws", loader_throws);
+
+void killed(const td::World& world) {
+  const auto said = told(world, "kill", seconds(20), [&](auto& t) { t.fit(dealt(ragged(), world), {.epochs = 1}); });
+  CAPTURE(said);
+  CHECK(said.find("lost the others") != said.npos);
+}
+const Role killed_role("killed", killed);
+
+void sleeps(const td::World& world) {
+  const auto said = told(world, "sleep", seconds(3), [&](auto& t) { t.fit(dealt(ragged(), world), {.epochs = 1}); });
+  if (said.find("lost the others") == said.npos) {
+    std::fputs((said + "\n").c_str(), stderr);
+    std::_Exit(9);
+  }
+  td::report_failure(said);  // as run_rank does for a program that does not catch it
+  throw td::DistributedError(said);
+}
+const Role sleeps_role("sleeps", sleeps);
+
+/// What the launcher writes while this lives.
+struct Said {
+  Said() : before(td::set_sink([this](td::Severity, std::string_view text) { texts.emplace_back(text); })) {}
+  ~Said() { td::set_sink(before); }
+  std::vector<std::string> texts;
+  decltype(td::set_sink({})) before;
+};
+
+double seconds_of(const std::function<void()>& f) {
+  const auto begin = std::chrono::steady_clock::now();
+  f();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+}  // namespace
+
+TEST_CASE("a throw on one rank ends the step on all, who are told why") {
+  REQUIRE_DEVICE();
+  for (const int ranks : worlds(2)) {
+    CHECK(run_ranks(ranks, "throws") == 0);
+    CHECK(run_ranks(ranks, "loader throws") == 0);
+  }
+}
+TEST_CASE("a rank that is killed in the middle of a step ends the job") {
+  REQUIRE_DEVICE();
+  for (const int ranks : worlds(2)) {
+    const Said said;
+    const double taken = seconds_of([&] { CHECK(run_ranks(ranks, "killed", seconds(5)) == 128 + SIGKILL); });
+    CHECK(taken < 45);
+    REQUIRE(said.texts.size() == 1);
+    CHECK(said.texts[0].starts_with("launch: rank 1 of " + std::to_string(ranks) + " was killed by SIGKILL"));
+  }
+}
+TEST_CASE("a rank that stands still is given up after the time-out") {
+  REQUIRE_DEVICE();
+  for (const int ranks : worlds(2)) {
+    const Said said;
+    const double taken = seconds_of([&] { CHECK(run_ranks(ranks, "sleeps", seconds(2)) == 1); });
+    CHECK(taken < 45);
+    REQUIRE(said.texts.size() == 1);  // of the ranks that gave up, the first
+    CHECK(said.texts[0].find("lost the others") != std::string::npos);
+  }
+}
