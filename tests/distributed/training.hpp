@@ -21,6 +21,7 @@
 #include "support/ranks.hpp"
 #include "support/throws.hpp"
 #include "support/tiny.hpp"
+#include "treadle/testing/parallelism.hpp"
 
 namespace {
 
@@ -176,11 +177,26 @@ void options(const td::World& world) {
 }  // namespace
 
 namespace {
+template <ParameterUse Use>
+void keeps_contract(const td::World&) {
+  for (const auto& sentence : td::testing::check_parallelism_contract(ddp<Use>())) FAIL_CHECK(sentence);
+}
+const Role contract("contract", [](const td::World& world) {
+  keeps_contract<ParameterUse::Every>(world);
+  keeps_contract<ParameterUse::Find>(world);
+  keeps_contract<ParameterUse::Static>(world);
+});
+
 const Role every("every", matrix<ParameterUse::Every>);
 const Role find("find", matrix<ParameterUse::Find>);
 const Role fixed("static", matrix<ParameterUse::Static>);
 const Role options_role("options", options);
 }  // namespace
+
+TEST_CASE("the contract's check finds nothing") {
+  REQUIRE_DEVICE();
+  for (const int ranks : worlds(1)) CHECK(run_ranks(ranks, "contract") == 0);
+}
 
 TEST_CASE("windows of ragged batches over 1, 2 and 3 ranks equal one loop over all of them") {
   REQUIRE_DEVICE();

@@ -656,8 +656,10 @@ TEST_CASE("a factory may hold what it needs, and policies with it are values") {
 }
 
 TEST_CASE("the contract's check finds nothing") {
-  const auto violations = td::testing::check_parallelism_contract(td::parallelism::DataParallel{.devices = devices(1)});
-  CHECK(violations.empty());
+  for (const std::size_t replicas : {1, 2, 3, 7}) {
+    td::parallelism::DataParallel policy{.devices = devices(replicas)};
+    for (const auto& sentence : td::testing::check_parallelism_contract(policy)) FAIL_CHECK(sentence);
+  }
 }
 
 TEST_CASE("FlatBroadcast copies every kind of tensor, in chunks, as often as asked") {

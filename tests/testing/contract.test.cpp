@@ -521,7 +521,9 @@ TEST_CASE("an average may show a counter, and must nest, leave frozen weights al
 }
 
 TEST_CASE("broken parallelism, checkpointing and execution are caught") {
-  CHECK_CAUGHT(testing::check_parallelism_contract(RunsHalf{}), "each row of its batch exactly once");
+  const auto halves = testing::check_parallelism_contract(RunsHalf{});
+  CHECK_CAUGHT(halves, "each row of its batch exactly once");
+  CHECK_CAUGHT(halves, "the mean over everything");
   const auto violations = testing::check_checkpointing_contract(DrawsTwice{});
   CHECK_CAUGHT(violations, "must be those of the plain run");
   CHECK_CAUGHT(violations, "generators must end");
