@@ -157,6 +157,27 @@ const Role on_cuda("on CUDA", [](const td::World& world) {  // all ranks on the 
   compare_all(world, at::Device(at::kCUDA, 0));
 });
 
+/// On CUDA the host does not know how many rows the others have.
+const Role too_small_on_cuda("too small on CUDA", [](const td::World& world) {
+  ::setenv("NCCL_HOSTID", std::to_string(world.rank).c_str(), 1);
+  ::setenv("NCCL_SOCKET_IFNAME", "lo", 0);
+  const at::Device where(at::kCUDA, 0);
+  td::ProcessGroup group(world, where, seconds(60));
+  td::nn::SyncBatchNorm norm(4);
+  norm->to(where);
+  td::nn::synchronize(*norm, group);
+  norm->forward(torch::randn({3, 4}, where));
+  const auto mean = norm->running_mean.clone();
+  const auto variance = norm->running_var.clone();
+  CHECK((norm->forward(torch::randn({0, 4}, where)).sizes() == at::IntArrayRef({0, 4})));
+  norm->forward(torch::randn({world.rank == 0 ? 1 : 0, 4}, where));  // no variance of one value
+  CHECK(same_bits(norm->running_mean, mean));
+  CHECK(same_bits(norm->running_var, variance));
+  norm->forward(torch::randn({1, 4}, where));  // a value a rank are two
+  CHECK(!same_bits(norm->running_mean, mean));
+  CHECK(at::isfinite(norm->running_var).all().item<bool>());
+});
+
 /// TinyNet without chance, with either kind of batch norm.
 template <class Norm>
 struct NetImpl : torch::nn::Module {
@@ -239,10 +260,13 @@ const Role too_small("too small", [](const td::World& world) {
   td::ProcessGroup group(world, at::kCPU, seconds(60));
   td::nn::SyncBatchNorm norm(4);
   td::nn::synchronize(*norm, group);
+  norm->forward(torch::randn({3, 4}));
+  const auto mean = norm->running_mean.clone();
+  const auto variance = norm->running_var.clone();
   CHECK_SAYS(td::DataError, "1 value a channel", norm->forward(torch::randn({world.rank == 0 ? 1 : 0, 4})));
-  const auto before = norm->running_mean.clone();
   CHECK((norm->forward(torch::randn({0, 4})).sizes() == at::IntArrayRef({0, 4})));  // nobody has rows
-  CHECK(same_bits(norm->running_mean, before));
+  CHECK(same_bits(norm->running_mean, mean));
+  CHECK(same_bits(norm->running_var, variance));
   const auto x = torch::randn({2, 4}).requires_grad_(true);
   CHECK_SAYS(td::ConfigError, "gradients of its gradients",
              norm->forward(x).sum().backward({}, true, /*create_graph=*/true));
@@ -260,6 +284,7 @@ TEST_CASE("values, gradients and statistics are those of the joined rows, with 1
 TEST_CASE("the same over NCCL") {
   TREADLE_REQUIRE_CUDA();
   CHECK(run_ranks(2, "on CUDA") == 0);
+  CHECK(run_ranks(2, "too small on CUDA") == 0);
 }
 
 TEST_CASE("two ranks train as one process with batch norm over both ranks' rows") {

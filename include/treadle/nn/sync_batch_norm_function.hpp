@@ -16,6 +16,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/var_mean.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/intrusive_ptr.h>
@@ -125,6 +126,22 @@ inline JoinedStatistics join_on_cpu(const at::Tensor& x, const at::Tensor& runni
   return {mean.to(dtype), (variance + eps).rsqrt_().to(dtype), variance.to(dtype), count.to(dtype)};
 }
 
+/// Tensors as they were, if they may have to be put back: decided on the device.
+class KeptStatistics {
+ public:
+  KeptStatistics(bool keep, std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {
+    if (keep)
+      for (const auto& tensor : tensors_) before_.push_back(tensor.clone());
+  }
+  /// Where `condition` (one element) holds.
+  void restore(const at::Tensor& condition) const {
+    for (std::size_t i = 0; i < before_.size(); ++i) tensors_[i].copy_(at::where(condition, before_[i], tensors_[i]));
+  }
+
+ private:
+  std::vector<at::Tensor> tensors_, before_;
+};
+
 /// On CUDA, without the host reading how many rows other ranks have. A rank without any says that it has 1e-30 of one,
 /// which changes no sum and spares the kernel 0 / 0.
 inline JoinedStatistics join_on_cuda(const at::Tensor& x, const at::Tensor& running_mean, const at::Tensor& running_var,
@@ -137,10 +154,15 @@ inline JoinedStatistics join_on_cuda(const at::Tensor& x, const at::Tensor& runn
   const double values = static_cast<double>(x.numel() / channels);
   const auto all = gather_rows(group, at::cat({mean, invstd, at::full({1}, std::max(values, 1e-30), options)}));
   const auto counts = all.select(1, 2 * channels).contiguous();
+  // The kernel divides by the joined count less one, and takes that none has zeros for its mean. That all ranks
+  // together have less than two values is possible only where this one has.
+  const KeptStatistics kept(running_mean.defined() && values < 2, {running_mean, running_var});
   std::tie(mean, invstd) = at::batch_norm_gather_stats_with_counts(
       x, all.narrow(1, 0, channels).contiguous(), all.narrow(1, channels, channels).contiguous(), running_mean,
       running_var, momentum, eps, running_mean.defined() ? counts.to(running_mean.scalar_type()) : counts);
-  return {mean, invstd, {}, counts.sum(0, /*keepdim=*/true).round().to(at::kInt)};
+  auto count = counts.sum(0, /*keepdim=*/true).round();
+  kept.restore(count.lt(2));
+  return {mean, invstd, {}, count.to(at::kInt)};
 }
 
 /// Batch norm in training over the rows of all ranks. Gradients of weight and bias are those of this rank's rows, as
