@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Data in memory: IDX files, hostile ones included, Fashion-MNIST, and the loader's order.
 #include <torch/torch.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <iterator>
 #include <map>
 #include <ranges>
@@ -21,29 +18,14 @@
 #include <treadle/loader.hpp>
 
 #include "support/doctest.hpp"
+#include "support/folder.hpp"
 #include "support/skip.hpp"
 
 namespace td = treadle;
 namespace fs = std::filesystem;
+using treadle_test::Folder;
 
 namespace {
-
-/// A new folder. It is emptied by the shell: LibTorch's libraries bring a remove_all of their own that crashes.
-struct Folder {
-  fs::path path = fs::current_path() / ("data_test_" + std::to_string(getpid()));
-  Folder() {
-    clear();
-    fs::create_directories(path);
-  }
-  ~Folder() { clear(); }
-  void clear() const {
-    if (std::system(("rm -rf '" + path.string() + "'").c_str()) != 0) std::abort();
-  }
-  fs::path write(const std::string& name, const std::string& bytes) const {
-    std::ofstream(path / name, std::ios::binary) << bytes;
-    return path / name;
-  }
-};
 
 std::string big_endian(std::uint32_t value) {
   return {static_cast<char>(value >> 24), static_cast<char>(value >> 16), static_cast<char>(value >> 8),

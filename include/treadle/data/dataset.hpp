@@ -77,7 +77,9 @@ concept map_dataset = treadle::detail::sized_set<D> &&
 /// gives a `std::optional` of a sample, empty at the end.
 ///
 /// A reader is asked by one thread at a time, in order. A reader with `skip(n)`, which passes over up to n samples, is
-/// restored by it; any other is read up to where it stood.
+/// restored by it; any other is read up to where it stood. A stream may have `prepare(sample, random)`, const, which
+/// makes the sample proper out of what was read: that is called from several threads at once, and is the place for what
+/// takes time.
 template <class S>
 concept stream_dataset = requires(const S& stream, std::int64_t epoch) {
   {stream.open(epoch).next()};
@@ -103,8 +105,20 @@ struct SampleOf {
                                                        std::declval<data::KeyedGenerator&>()))>;
 };
 template <data::stream_dataset S>
+using ReadBy = std::remove_cvref_t<decltype(*std::declval<const S&>().open(0).next())>;
+
+/// What a stream makes of what was read.
+template <class S>
+auto prepare_sample(const S& stream, ReadBy<S>&& read, data::KeyedGenerator& random) {
+  if constexpr (requires { stream.prepare(std::move(read), random); })
+    return stream.prepare(std::move(read), random);
+  else
+    return std::move(read);
+}
+template <data::stream_dataset S>
 struct SampleOf<S> {
-  using type = std::remove_cvref_t<decltype(*std::declval<const S&>().open(0).next())>;
+  using type = std::remove_cvref_t<decltype(prepare_sample(std::declval<const S&>(), std::declval<ReadBy<S>>(),
+                                                           std::declval<data::KeyedGenerator&>()))>;
 };
 }  // namespace detail
 

@@ -10,14 +10,12 @@
 
 #include "treadle/batch.hpp"
 #include "treadle/data/idx.hpp"
+#include "treadle/data/split.hpp"
 #include "treadle/error.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
 namespace data {
-
-/// Which part of a data set.
-enum class Split { Train, Test };
 
 /// Where the Debian package `dataset-fashion-mnist` puts its files.
 inline constexpr const char* fashion_mnist_directory = "/usr/share/datasets/fashion-mnist";

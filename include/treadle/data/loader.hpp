@@ -5,30 +5,26 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <iterator>
 #include <memory>
 #include <optional>
 #include <span>
-#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "treadle/batch.hpp"
 #include "treadle/data/collate.hpp"
 #include "treadle/data/dataset.hpp"
 #include "treadle/data/epoch_plan.hpp"
 #include "treadle/data/loader_options.hpp"
+#include "treadle/data/make_batch.hpp"
 #include "treadle/data/pass.hpp"
 #include "treadle/data/pipeline.hpp"
 #include "treadle/data/random.hpp"
 #include "treadle/data/sampler.hpp"
-#include "treadle/error.hpp"
 #include "treadle/runtime/device.hpp"
 
 namespace treadle {
@@ -43,24 +39,6 @@ struct LoaderParts {
   Sampler sampler;
   Collate collate;
 };
-
-/// Calls `f`, and puts `where()` before what it throws.
-template <class F, class Where>
-decltype(auto) guarded(F&& f, Where&& where) {
-  try {
-    return f();
-  } catch (const Abandoned&) {
-    throw;
-  } catch (const data::CollateError&) {
-    throw;
-  } catch (const std::exception& error) {
-    std::throw_with_nested(
-        DataError("data::Loader: " + where() + " could not be loaded: " + detail::first_line(error.what())));
-  } catch (...) {
-    std::throw_with_nested(
-        DataError("data::Loader: " + where() + " could not be loaded: what was thrown is no std::exception."));
-  }
-}
 
 /// Makes the batches of a pass over a map-style data set.
 template <class Parts>
@@ -80,10 +58,7 @@ class MapWork {
   auto make(std::int64_t k, const std::atomic<bool>& stop) const {
     const at::NoGradGuard no_grad;
     auto batch = collated(k, stop);
-    if (pin_)
-      treadle::for_each_tensor(batch, [](at::Tensor& tensor) {
-        if (tensor.defined() && tensor.is_cpu() && !tensor.is_pinned()) tensor = tensor.pin_memory();
-      });
+    if (pin_) pin(batch);
     return batch;
   }
 
@@ -104,10 +79,12 @@ class MapWork {
 
   auto collated(std::int64_t k, const std::atomic<bool>& stop) const {
     const data::Rows rows = plan_.rows(k);
+    const BatchName name{k, plan_.epoch()};
     if constexpr (gives_batches<Dataset>) {
-      return guarded([&] { return parts_->dataset->get_batch(rows); }, [&] { return batch_text(k); });
+      return guarded([&] { return parts_->dataset->get_batch(rows); }, [&] { return name.text(); });
     } else {
       using Sample = data::sample_of<Dataset>;
+      const auto number = [&](std::int64_t i) { return rows[i]; };
       std::vector<Sample> samples;
       samples.reserve(static_cast<std::size_t>(rows.size()));
       for (std::int64_t i = 0; i < rows.size(); ++i) {
@@ -117,25 +94,10 @@ class MapWork {
               auto random = plan_.generator(k, i, rows[i]);
               samples.push_back(get_sample(*parts_->dataset, rows[i], random));
             },
-            [&] { return sample_text(k, rows[i]); });
+            [&] { return name.sample(rows[i]); });
       }
-      try {
-        return guarded(
-            [&] { return parts_->collate(std::span<const Sample>(samples), data::Placement{.pinned = pin_}); },
-            [&] { return batch_text(k); });
-      } catch (const data::CollateError& error) {
-        const std::int64_t row = std::clamp<std::int64_t>(error.row(), 0, rows.size() - 1);
-        throw DataError("data::Loader: " + sample_text(k, rows[row]) + " does not fit into its batch: " + error.what() +
-                        ".");
-      }
+      return collate_batch(parts_->collate, std::span<const Sample>(samples), pin_, name, number);
     }
-  }
-
-  std::string batch_text(std::int64_t k) const {
-    return "batch " + std::to_string(k) + " of epoch " + std::to_string(plan_.epoch());
-  }
-  std::string sample_text(std::int64_t k, std::int64_t sample) const {
-    return "sample " + std::to_string(sample) + " (in " + batch_text(k) + ")";
   }
 
   std::shared_ptr<const Parts> parts_;
