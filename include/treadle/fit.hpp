@@ -100,6 +100,10 @@ class Fit {
     if (batches == 0 && !Trainer::Parallelism::processes) refuse_empty();
     const auto per_step = static_cast<std::int64_t>(trainer_.accumulation().batches_per_step());
     const std::int64_t own_steps = batches < 0 ? -1 : (batches + (drops_tail() ? 0 : per_step - 1)) / per_step;
+    ranks_.require_same("epochs " + std::to_string(options_.epochs) + ", max_steps " +
+                        std::to_string(options_.max_steps) + ", log_every " + std::to_string(options_.log_every) +
+                        ", evaluate_every " + std::to_string(options_.evaluate_every) +
+                        (evaluates ? " and a" : " and no") + " test loader");
     const std::int64_t planned = ranks_.plan(own_steps);
     if (planned == 0) batches == 0 ? refuse_empty() : refuse_tail(batches, per_step);
     const std::int64_t epoch_steps = std::max<std::int64_t>(planned, 0);

@@ -2,10 +2,12 @@
 // What `fit` and `evaluate` ask of the other ranks: nothing, where there is one process.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
 
+#include "treadle/error.hpp"
 #include "treadle/observe/events.hpp"
 #include "treadle/observe/meter.hpp"
 
@@ -22,6 +24,14 @@ class RanksInStep {
   explicit RanksInStep(Parallelism& parallelism) : parallelism_(parallelism) {}
 
   int rank() const { return static_cast<int>(parallelism_.rank()); }
+  /// Throws `ConfigError`, on every rank, where they would not meet: `mine` must be the same text on all.
+  void require_same(const std::string& mine) {
+    const auto all = parallelism_.gather(mine);
+    for (std::size_t r = 1; r < all.size(); ++r)
+      if (all[r] != all[0])
+        throw ConfigError("treadle::Trainer::fit: rank 0 has " + all[0] + " where rank " + std::to_string(r) + " has " +
+                          all[r] + "; give fit the same options on all ranks.");
+  }
   /// The windows of an epoch, where this rank has `mine`: the most of all ranks, or -1 if a rank does not know (-1).
   std::int64_t plan(std::int64_t mine) {
     const bool unknown = parallelism_.agree(mine < 0 ? 1.0 : 0.0) > 0;
@@ -60,6 +70,7 @@ class RanksInStep<Parallelism, false> {
  public:
   explicit RanksInStep(Parallelism&) {}
   int rank() const { return 0; }
+  void require_same(const std::string&) const {}
   std::int64_t plan(std::int64_t mine) const { return mine; }
   void window_begins() const {}
   bool others_go_on(std::int64_t) const { return false; }

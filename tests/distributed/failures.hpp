@@ -21,6 +21,7 @@ struct Thrower {
     if (failing && ++*calls == 4) {
       if (how == "throw") throw std::runtime_error("the fourth batch is broken");
       if (how == "kill") std::raise(SIGKILL);
+      if (how == "stop") std::raise(SIGSTOP);
       if (how == "sleep") std::this_thread::sleep_for(seconds(3600));
     }
     return td::mean_loss(net.forward(batch.data), batch.target);
@@ -88,8 +89,8 @@ void killed(const td::World& world) {
 }
 const Role killed_role("killed", killed);
 
-void sleeps(const td::World& world) {
-  const auto said = told(world, "sleep", seconds(3), [&](auto& t) { t.fit(dealt(ragged(), world), {.epochs = 1}); });
+void stands_still(const td::World& world, const char* how) {
+  const auto said = told(world, how, seconds(3), [&](auto& t) { t.fit(dealt(ragged(), world), {.epochs = 1}); });
   if (said.find("lost the others") == said.npos) {
     std::fputs((said + "\n").c_str(), stderr);
     std::_Exit(9);
@@ -97,7 +98,8 @@ void sleeps(const td::World& world) {
   td::report_failure(said);  // as run_rank does for a program that does not catch it
   throw td::DistributedError(said);
 }
-const Role sleeps_role("sleeps", sleeps);
+const Role sleeps_role("sleeps", [](const td::World& world) { stands_still(world, "sleep"); });
+const Role stops_role("stops", [](const td::World& world) { stands_still(world, "stop"); });
 
 /// What the launcher writes while this lives.
 struct Said {
@@ -134,9 +136,9 @@ TEST_CASE("a rank that is killed in the middle of a step ends the job") {
 }
 TEST_CASE("a rank that stands still is given up after the time-out") {
   REQUIRE_DEVICE();
-  for (const int ranks : worlds(2)) {
+  for (const auto& [ranks, role] : {std::pair{2, "sleeps"}, {worlds(2).back(), "sleeps"}, {2, "stops"}}) {
     const Said said;
-    const double taken = seconds_of([&] { CHECK(run_ranks(ranks, "sleeps", seconds(2)) == 1); });
+    const double taken = seconds_of([&] { CHECK(run_ranks(ranks, role, seconds(2)) == 1); });
     CHECK(taken < 45);
     REQUIRE(said.texts.size() == 1);  // of the ranks that gave up, the first
     CHECK(said.texts[0].find("lost the others") != std::string::npos);

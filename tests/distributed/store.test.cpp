@@ -98,9 +98,13 @@ TEST_CASE("ranks that do not come are named") {
              td::connect(world(0, 3, free_port()), milliseconds(400)));
   CHECK(seconds_since(start) > 0.8);
   CHECK(seconds_since(start) < 10);
-  CHECK(td::detail::list_of_ranks({3}) == "rank 3");
-  CHECK(td::detail::list_of_ranks({1, 2, 5}) == "ranks 1, 2 and 5");
-  CHECK(td::detail::list_of_ranks({0, 1, 2, 3, 4, 5, 6, 7, 8, 9}) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more");
+  CHECK(td::detail::list_of_ranks({3}, 1) == "rank 3");
+  CHECK(td::detail::list_of_ranks({1, 2, 5}, 3) == "ranks 1, 2 and 5");
+  CHECK(td::detail::list_of_ranks({0, 1, 2, 3, 4, 5, 6, 7, 8}, 10) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more");
+  const auto begin = std::chrono::steady_clock::now();
+  CHECK_SAYS(td::DistributedError, "waited in vain for ranks 1, 2, 3, 4, 5, 6, 7, 8 and 1999999991 more",
+             td::connect(world(0, 2'000'000'000, free_port()), milliseconds(200)));
+  CHECK(seconds_since(begin) < 10);
 }
 
 TEST_CASE("the port is in use") {

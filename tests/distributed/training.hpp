@@ -247,23 +247,36 @@ struct Stream {
   Iterator end() const { return {list, list->size()}; }
 };
 
-// Rank r has 5 + 2r batches; the oracle's step k has the k-th window of every rank that has one.
-void uneven(const td::World& world) {
+/// A parameter that only every other step uses.
+struct SometimesImpl : PlainNetImpl {
+  SometimesImpl() : side(register_module("side", torch::nn::Linear(6, 5))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    const auto y = PlainNetImpl::forward(x);
+    return uses_side ? y + side(x) : y;
+  }
+  torch::nn::Linear side;
+  bool uses_side = false;
+};
+TORCH_MODULE(Sometimes);
+
+// Rank r has `least` + 2r batches; the oracle's step k has the k-th window of every rank that has one.
+template <ParameterUse Use, class Net>
+void uneven(const td::World& world, int least) {
   std::vector<std::vector<td::Batch>> shares;
   for (int r = 0; r < world.world_size; ++r)
-    shares.push_back(make_batches(std::vector<std::int64_t>(static_cast<std::size_t>(5 + 2 * r), 3 + r),
+    shares.push_back(make_batches(std::vector<std::int64_t>(static_cast<std::size_t>(least + 2 * r), 3 + r),
                                   static_cast<std::uint64_t>(1000 * (r + 1))));
   for (const std::size_t per_window : {1, 2, 4})
     for (const bool sized : {true, false}) {
       CAPTURE(per_window);
       CAPTURE(sized);
-      auto own = make<PlainNet>(1);
-      auto reference = make<PlainNet>(1);
+      auto own = make<Net>(1);
+      auto reference = make<Net>(1);
       const State start = weights(*reference);
       td::Trainer trainer{
           own, CrossEntropy{}, td::optim::AdamW{.learning_rate = 0.01},
-          td::policies(ddp(), td::accumulation::AccumulateOver{.batches = static_cast<std::int64_t>(per_window)})};
-      oracle::Loop<PlainNet> loop(reference, {.learning_rate = 0.01}, mean_cross_entropy, rows_of);
+          td::policies(ddp<Use>(), td::accumulation::AccumulateOver{.batches = static_cast<std::int64_t>(per_window)})};
+      oracle::Loop<Net> loop(reference, {.learning_rate = 0.01}, mean_cross_entropy, rows_of);
       const auto& mine = shares[static_cast<std::size_t>(world.rank)];
       const auto result = sized ? trainer.fit(mine, {.epochs = 2}) : trainer.fit(Stream{&mine}, {.epochs = 2});
       State want;
@@ -297,7 +310,7 @@ void uneven(const td::World& world) {
       {
         const at::NoGradGuard no_grad;
         for (const auto& batch : joined) {
-          const auto logits = own->forward(batch.data);
+          const at::Tensor logits = own->forward(batch.data);
           sum += torch::nn::functional::cross_entropy(logits, batch.target).item<double>() * rows_of(batch);
           correct += logits.argmax(1).eq(batch.target).sum().item<double>();
           all += rows_of(batch);
@@ -308,13 +321,19 @@ void uneven(const td::World& world) {
       CHECK(metrics["accuracy"] == doctest::Approx(correct / all).epsilon(1e-12));
     }
 }
-const Role uneven_role("uneven", uneven);
+const Role uneven_role("uneven", [](const td::World& world) { uneven<ParameterUse::Every, PlainNet>(world, 5); });
+// From the first window on, in which a static graph reduces each micro-batch; `side` is never used.
+const Role uneven_static_role("uneven static",
+                              [](const td::World& world) { uneven<ParameterUse::Static, Sometimes>(world, 1); });
 
 }  // namespace
 
 TEST_CASE("ranks with fewer batches take part with nothing, and evaluation counts everything once") {
   REQUIRE_DEVICE();
-  for (const int ranks : worlds(2)) CHECK(run_ranks(ranks, "uneven") == 0);
+  for (const int ranks : worlds(2)) {
+    CHECK(run_ranks(ranks, "uneven") == 0);
+    CHECK(run_ranks(ranks, "uneven static") == 0);
+  }
 }
 
 namespace {
@@ -383,17 +402,6 @@ void stop_request(const td::World& world) {
 }
 const Role stop_request_role("stop request", stop_request);
 
-/// A parameter that only every other step uses.
-struct SometimesImpl : PlainNetImpl {
-  SometimesImpl() : side(register_module("side", torch::nn::Linear(6, 5))) {}
-  at::Tensor forward(const at::Tensor& x) {
-    const auto y = PlainNetImpl::forward(x);
-    return uses_side ? y + side(x) : y;
-  }
-  torch::nn::Linear side;
-  bool uses_side = false;
-};
-TORCH_MODULE(Sometimes);
 void unused(const td::World& world) {
   const auto mine = dealt(ragged(), world);
   {  // Find: a rank that does not use it takes what the others have; one that nobody uses stays
@@ -417,14 +425,71 @@ void unused(const td::World& world) {
 }
 const Role unused_role("unused", unused);
 
+struct WithBuffers : PlainNetImpl {
+  explicit WithBuffers(bool mine) {
+    const auto fill = [&](at::Tensor t) { return mine ? t : at::zeros_like(t); };
+    register_buffer("short", fill(at::arange(6).to(at::kShort)));
+    register_buffer("complex", fill(at::complex(at::ones({2, 3}), at::full({2, 3}, 2.0))));
+    register_buffer("float8", fill(at::ones({})).to(at::kFloat8_e4m3fn));
+    register_buffer("transposed", fill(at::arange(6).to(at::kShort).view({2, 3})).t());
+    register_buffer("flag", fill(at::ones({}, at::kBool)));
+    register_buffer("none", at::empty({0}, at::kShort));
+  }
+};
+/// Buffers of dtypes that no backend sends.
+const Role odd_buffers("odd buffers", [](const td::World& world) {
+  auto net = std::make_shared<WithBuffers>(world.rank == 0);
+  td::Trainer trainer{net, CrossEntropy{}, td::optim::AdamW{}, td::policies(ddp())};
+  trainer.accumulate(make_batch(4, 1));
+  WithBuffers reference(true);
+  const auto want = buffers(reference);
+  CHECK(buffers(*net).size() == 6);
+  for (const auto& [name, tensor] : buffers(*net)) {
+    CAPTURE(name);
+    CHECK((tensor.scalar_type() == want.at(name).scalar_type()));
+    CHECK(at::equal(tensor.cpu().to(at::kComplexDouble), want.at(name).to(at::kComplexDouble)));
+  }
+});
+
 void other_model(const td::World& world) {
   auto net = std::make_shared<PlainNetImpl>();
   if (world.rank == 1) net->last = net->replace_module("last", torch::nn::Linear(8, 4));
   const auto make_trainer = [&] { td::Trainer t{net, CrossEntropy{}, td::optim::AdamW{}, td::policies(ddp())}; };
   CHECK_SAYS(td::ConfigError, "rank 0 has parameter 'last.weight': Float [5, 8] where rank 1 has parameter",
              make_trainer());
+  // Buckets follow the layout in memory, so that the ranks would add up different elements.
+  net = std::make_shared<PlainNetImpl>();
+  if (world.rank == 1) {
+    auto& weight = net->first->weight;
+    weight.set_data(weight.detach().t().contiguous().t());
+  }
+  CHECK_SAYS(td::ConfigError, "rank 1 has parameter 'first.weight': Float [8, 6] with strides [1, 8]", make_trainer());
+  net = std::make_shared<PlainNetImpl>();
+  if (world.rank == 1) net->register_buffer("more", at::zeros({2}));
+  CHECK_SAYS(td::ConfigError, "rank 0 has nothing more where rank 1 has buffer 'more': Float [2]", make_trainer());
+  auto policy = ddp();
+  policy.bucket_bytes = world.rank == 1 ? 100 : 200;
+  const auto with_policy = [&] { td::Trainer t{net, CrossEntropy{}, td::optim::AdamW{}, td::policies(policy)}; };
+  net = std::make_shared<PlainNetImpl>();
+  CHECK_SAYS(td::ConfigError, "rank 0 has bucket_bytes 200 where rank 1 has bucket_bytes 100", with_policy());
 }
 const Role other_model_role("other model", other_model);
+
+void other_options(const td::World& world) {
+  const auto mine = dealt(ragged(), world);
+  auto net = make<PlainNet>(1);
+  td::Trainer trainer{net,
+                      CrossEntropy{},
+                      td::optim::AdamW{},
+                      td::policies(ddp()),
+                      td::observers(),
+                      td::TrainerOptions{.nominal_count = world.rank == 0 ? 0.0 : 100.0}};
+  CHECK_SAYS(td::ConfigError, "log_every 1, evaluate_every 1 and no test loader where rank 1 has epochs 2",
+             trainer.fit(mine, {.epochs = 2, .log_every = world.rank + 1}));
+  CHECK(trainer.fit(mine, {.epochs = 1}).epochs == 1);  // nothing is lost
+  CHECK(same_on_all_ranks(trainer));
+}
+const Role other_options_role("other options", other_options);
 
 /// Collectives that a step makes, as the dispatcher sees them.
 std::atomic<int> collectives{0};
@@ -469,6 +534,8 @@ TEST_CASE("unused parameters are searched for, or named") {
 TEST_CASE("ranks with different models are refused on all") {
   REQUIRE_DEVICE();
   CHECK(run_ranks(2, "other model") == 0);
+  CHECK(run_ranks(2, "other options") == 0);
+  CHECK(run_ranks(2, "odd buffers") == 0);
 }
 TEST_CASE("a step makes a collective a bucket, and one more for the counts") {
   REQUIRE_DEVICE();

@@ -97,6 +97,10 @@ class GradientReducer {
     } catch (const c10::Error& error) {
       refuse_unused(error.what_without_backtrace());
     }
+    if constexpr (Use == ParameterUse::Static)
+      if (used_.empty())
+        for (const auto& tensor : tensors_)
+          if (tensor.grad().defined()) used_.push_back(tensor);
   }
   /// Both passes in place of a rank's that has nothing to count: its gradients are what they are, plus zero.
   void reduce_zeros() {
@@ -106,11 +110,12 @@ class GradientReducer {
       for (const auto& tensor : tensors_) zeros.push_back(at::zeros_like(tensor));
       torch::autograd::backward(tensors_, zeros);
     } else {
-      // A graph is wanted here, through any parameter for Find, through all for Static.
+      // A graph is wanted here, through any parameter for Find, through those of every step for Static.
       const at::AutoGradMode with_grad(true);
-      at::Tensor root = tensors_[0].sum().mul(0);
+      const auto& through = used_.empty() ? tensors_ : used_;
+      at::Tensor root = through[0].sum().mul(0);
       if constexpr (Use == ParameterUse::Static)
-        for (std::size_t i = 1; i < tensors_.size(); ++i) root = root + tensors_[i].sum().mul(0).to(root.scalar_type());
+        for (std::size_t i = 1; i < through.size(); ++i) root = root + through[i].sum().mul(0).to(root.scalar_type());
       before_backward(root, {root});
       torch::autograd::backward({root}, {at::zeros_like(root)});
     }
@@ -135,6 +140,7 @@ class GradientReducer {
 
   std::vector<std::string> names_;
   std::vector<at::Tensor> tensors_;
+  std::vector<at::Tensor> used_;  // in a static graph; empty until a pass has shown them
   std::shared_ptr<c10d::Reducer> reducer_;
   std::shared_ptr<c10d::Logger> logger_;
   bool delayed_ = false;

@@ -134,10 +134,18 @@ class ProcessGroup {
   void broadcast(std::vector<at::Tensor> tensors) {
     if (tensors.empty()) return;
     const at::NoGradGuard no_grad;
-    for (auto& tensor : tensors)
-      if (tensor.scalar_type() == at::kBool) tensor = tensor.view(at::kByte);  // which Gloo knows
+    std::vector<std::pair<at::Tensor, at::Tensor>> as_bytes;  // of dtypes that a backend may not know
+    for (auto& tensor : tensors) {
+      if (tensor.scalar_type() == at::kBool) tensor = tensor.view(at::kByte);
+      if (is_sent(tensor.scalar_type())) continue;
+      const auto flat = tensor.contiguous().view({-1});
+      as_bytes.emplace_back(tensor, flat);
+      tensor = flat.view(at::kByte);
+    }
     constexpr std::size_t at_a_time = 250 << 20;
     guarded("a broadcast", [&] { c10d::broadcast_coalesced(group_, tensors, at_a_time, 0); });
+    for (const auto& [tensor, flat] : as_bytes)
+      if (!tensor.is_alias_of(flat)) tensor.copy_(flat.view(tensor.sizes()));
   }
 
   /// Leaves word of why this rank fails, for the others' errors; the first word stays.
@@ -201,6 +209,22 @@ class ProcessGroup {
       lost_ = given_up_ = true;
       nccl_->abort();
     });
+  }
+  /// Whether Gloo and NCCL both know it.
+  static bool is_sent(at::ScalarType dtype) {
+    switch (dtype) {
+      case at::kFloat:
+      case at::kDouble:
+      case at::kHalf:
+      case at::kBFloat16:
+      case at::kLong:
+      case at::kInt:
+      case at::kByte:
+      case at::kChar:
+        return true;
+      default:
+        return false;
+    }
   }
   c10::intrusive_ptr<c10d::Store> prefixed(const char* name) const {
     return c10::make_intrusive<c10d::PrefixStore>(name, store_);

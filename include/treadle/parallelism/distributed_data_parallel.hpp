@@ -84,7 +84,7 @@ class DistributedDataParallel<Use>::State {
   /// Makes all ranks start from rank 0's model. Throws `ConfigError` on all ranks if their models differ in shape.
   template <class Model>
   void prepare(Model&, ParameterList& parameters, BufferList& buffers) {
-    detail::require_same_shapes(group_, parameters, buffers);
+    detail::require_same_shapes(group_, options(), parameters, buffers);
     std::vector<at::Tensor> all;
     for (const auto& parameter : parameters) {
       all.push_back(parameter.model.detach());
@@ -112,29 +112,30 @@ class DistributedDataParallel<Use>::State {
   void begin_window() {
     if (group_.lost()) group_.fail("the step before", "it was given up");
     stage_ = Stage::Open;
+    last_on_all_ = false;
     if (policy_.broadcast_buffers && world_size() > 1) group_.broadcast(buffers_);
   }
 
   template <class Model, class Batch, class Context, class Stages>
   void run(Model& model, const Batch& batch, bool reduces, Context& context, const Stages& stages) {
-    const bool counts_graph = Use == ParameterUse::Static && first_window_;  // its first window reduces every time
-    if (!reduces && !counts_graph) return detail::run_whole(model, batch, context, stages);
+    if (!reduces && !reduces_always()) return detail::run_whole(model, batch, context, stages);
     prepare_reduction();
     const Loss loss = stages.forward(model, batch, context);
     if (loss.counts_nothing()) {
       stages.skip();
-      if (!reduces) reduce([&] { reducer_->reduce_zeros(); });
+      if (!is_last(reduces)) reduce([&] { reducer_->reduce_zeros(); });
       return;  // a window that ends without a reduction makes up for it in finish_reduction
     }
     const detail::Weight weight = stages.weigh(loss, batch);
-    if (reduces) share(stages.share());
+    const bool last = is_last(reduces);
+    if (last) share(stages.share());
     reduce([&] {
       const bool searches = Use == ParameterUse::Find;
       reducer_->before_backward(loss.value, searches ? masters_->graphs_of(loss.value) : std::vector<at::Tensor>{});
       stages.backward(loss.value, weight);
       reducer_->after_backward();
     });
-    if (reduces) stage_ = Stage::Reduced;
+    if (last) stage_ = Stage::Reduced;
   }
 
   template <class Window>
@@ -194,6 +195,25 @@ class DistributedDataParallel<Use>::State {
     return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.device_index(visible)));
   }
 
+  /// What all ranks must do alike, a line each.
+  std::string options() const {
+    constexpr const char* names[] = {"Every", "Find", "Static"};
+    const auto number = [](const char* name, std::int64_t value) { return name + std::to_string(value) + '\n'; };
+    return std::string("ParameterUse::") + names[static_cast<int>(Use)] + '\n' +
+           number("bucket_bytes ", policy_.bucket_bytes) + number("first_bucket_bytes ", policy_.first_bucket_bytes) +
+           number("broadcast_buffers ", policy_.broadcast_buffers) + number("Wire ", static_cast<int>(policy_.wire));
+  }
+
+  /// Whether each micro-batch is reduced, as in the first window of a static graph; anything else and it never is
+  /// again.
+  bool reduces_always() const { return Use == ParameterUse::Static && first_window_; }
+  /// Whether the next reduction is the window's last. Where each micro-batch is reduced, ranks may have different
+  /// numbers of them and ask each other: it is the last if it is for `mine`, this rank, and for all others.
+  bool is_last(bool mine) {
+    if (!reduces_always() || last_on_all_) return mine;
+    return last_on_all_ = group_.max(mine ? 0.0 : 1.0) == 0;
+  }
+
   void prepare_reduction() {
     if (std::exchange(prepared_, true)) return;
     group_.guarded("the buckets' rebuilding", [&] { reducer_->before_forward(); });
@@ -215,8 +235,13 @@ class DistributedDataParallel<Use>::State {
     }
     stage_ = before;
   }
+  /// The window's last reduction for a rank that has nothing for it.
   void reduce_nothing(const at::Tensor& counts) {
     prepare_reduction();
+    while (!is_last(true)) {
+      reduce([&] { reducer_->reduce_zeros(); });
+      prepare_reduction();
+    }
     share(counts);
     reduce([&] { reducer_->reduce_zeros(); });
     stage_ = Stage::Reduced;
@@ -259,6 +284,7 @@ class DistributedDataParallel<Use>::State {
   Stage stage_ = Stage::Closed;
   bool prepared_ = false;
   bool first_window_ = true;
+  bool last_on_all_ = false;  // where each micro-batch is reduced: whether this is the last one on all ranks
 };
 
 }  // namespace parallelism

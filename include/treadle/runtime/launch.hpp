@@ -71,6 +71,13 @@ inline std::vector<std::string> rank_environment(int rank, int ranks, std::uint1
   return result;
 }
 
+/// Opens standard input, output and error where they are closed, or a pipe or socket would take their numbers, and get
+/// what a rank prints.
+inline void open_standard_streams() {
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (::fcntl(stream, F_GETFD) == -1 && errno == EBADF && ::open("/dev/null", O_RDWR) < 0) return;
+}
+
 inline void check_launch(int ranks, const LaunchOptions& options) {
   if (ranks < 1) {
     throw ConfigError("launch: " + std::to_string(ranks) + " processes cannot be started: ask for at least 1.");
@@ -115,6 +122,7 @@ inline std::optional<int> launch(int ranks, int argc, char** argv, const LaunchO
   if (detail::join_launcher()) return std::nullopt;
   detail::check_launch(ranks, options);
   if (ranks == 1) return std::nullopt;
+  detail::open_standard_streams();
   const auto store = detail::serve_store(0, std::chrono::seconds(30));
   std::vector<char*> arguments(argv, argv + argc);
   arguments.push_back(nullptr);

@@ -86,15 +86,16 @@ inline c10::intrusive_ptr<c10d::TCPStore> make_client(const std::string& host, c
   return client.get();
 }
 
-/// "rank 3", "ranks 1 and 2", "ranks 1, 2, 3 and 12 more".
-inline std::string list_of_ranks(const std::vector<int>& ranks) {
-  constexpr std::size_t shown = 8;
+inline constexpr std::size_t shown_ranks = 8;
+/// "rank 3", "ranks 1 and 2", "ranks 1, 2, 3 and 12 more", where there are `total` of which `ranks` are the first.
+inline std::string list_of_ranks(const std::vector<int>& ranks, std::size_t total) {
+  constexpr std::size_t shown = shown_ranks;
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (std::size_t i = 0; i < std::min(ranks.size(), shown); ++i) {
     const bool last = i + 1 == ranks.size();
     text += (i == 0 ? "" : last ? " and " : ", ") + std::to_string(ranks[i]);
   }
-  return ranks.size() <= shown ? text : text + " and " + std::to_string(ranks.size() - shown) + " more";
+  return ranks.size() <= shown ? text : text + " and " + std::to_string(total - shown) + " more";
 }
 
 /// Waits until all ranks have come here; names those that have not at `deadline`.
@@ -113,10 +114,12 @@ inline void wait_for_ranks(c10d::Store& store, const World& world, std::chrono::
       std::this_thread::sleep_for(pause);
       continue;
     }
-    std::vector<int> missing;
-    for (int rank = 0; rank < world.world_size; ++rank)
+    std::vector<int> missing;  // the first of them: a world_size that is a mistake may be any number
+    for (int rank = 0; rank < world.world_size && missing.size() <= shown_ranks; ++rank)
       if (!store.check({key(rank)})) missing.push_back(rank);
-    throw DistributedError(where + " waited in vain for " + list_of_ranks(missing) +
+    const auto arrived = std::min<std::int64_t>(store.add("arrived", 0), world.world_size);
+    throw DistributedError(where + " waited in vain for " +
+                           list_of_ranks(missing, static_cast<std::size_t>(world.world_size - arrived)) +
                            ": look at what ended them, start them, or give connect a longer timeout.");
   }
 }
