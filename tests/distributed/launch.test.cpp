@@ -12,6 +12,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -477,6 +478,17 @@ TEST_CASE("a rank that comes too late for its launcher says so") {
   Program program("sums", {{"TREADLE_LAUNCHER_PID", "1"}, {"TREADLE_REPORT_FD", "0"}});
   CHECK(program.finish() != 0);
   CHECK(program.count("launch: the launcher of this rank has ended") == 1);
+}
+
+TEST_CASE("closed standard streams give their numbers to nothing else") {
+  std::array<char, 4096> path{};
+  REQUIRE(::readlink("/proc/self/exe", path.data(), path.size() - 1) > 0);
+  const std::string command = "TEST_ROLE=sums TEST_RANKS=3 timeout -k 5 90 '" + std::string(path.data()) +
+                              "' --test-case=program --no-skip --no-intro";
+  for (const char* closed : {" <&- >&-", " <&- >&- 2>&-", " >&-"}) {
+    CAPTURE(std::string(closed));
+    CHECK(std::system((command + closed).c_str()) == 0);
+  }
 }
 
 TEST_CASE("run_rank without a launcher warns and returns the code") {

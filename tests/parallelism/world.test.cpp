@@ -2,7 +2,9 @@
 // What launchers set, and what is said about environments that cannot be.
 #include <treadle/runtime/world.hpp>
 
+#include <iterator>
 #include <map>
+#include <random>
 #include <string>
 
 #include "support/doctest.hpp"
@@ -249,6 +251,65 @@ TEST_CASE("the tasks of a node in Slurm's lists") {
     CAPTURE(wrong);
     CHECK(tasks(wrong, 0) == -1);
   }
+}
+
+TEST_CASE("whatever is set, it is a world that can be, or a ConfigError of one sentence") {
+  const std::string values[] = {
+      "",     "0",           "1",        "2",    "3",          "-1",         "+1",       " 1",
+      "1 ",   "0x1",         "1.0",      "1e9",  "2147483647", "2147483648", "65535",    "65536",
+      "True", "a,b",         "n[1-2]",   "n[",   "]",          "4(x2),3",    "(x",       ",",
+      "[]",   "99999999999", "\xff\xfe", "%s%n", "127.0.0.1",  "localhost",  "'; rm 'x", std::string(100'000, '9')};
+  const std::string names[] = {"RANK",
+                               "WORLD_SIZE",
+                               "LOCAL_RANK",
+                               "LOCAL_WORLD_SIZE",
+                               "MASTER_ADDR",
+                               "MASTER_PORT",
+                               "TORCHELASTIC_USE_AGENT_STORE",
+                               "TORCHELASTIC_RESTART_COUNT",
+                               "TORCHELASTIC_RUN_ID",
+                               "OMPI_COMM_WORLD_RANK",
+                               "OMPI_COMM_WORLD_SIZE",
+                               "OMPI_COMM_WORLD_LOCAL_RANK",
+                               "OMPI_COMM_WORLD_LOCAL_SIZE",
+                               "PMIX_NAMESPACE",
+                               "PMI_SIZE",
+                               "SLURM_PROCID",
+                               "SLURM_NTASKS",
+                               "SLURM_STEP_NUM_TASKS",
+                               "SLURM_LOCALID",
+                               "SLURM_NODEID",
+                               "SLURM_STEP_TASKS_PER_NODE",
+                               "SLURM_TASKS_PER_NODE",
+                               "SLURM_NTASKS_PER_NODE",
+                               "SLURM_JOB_ID",
+                               "SLURM_STEP_ID",
+                               "SLURM_STEP_NODELIST",
+                               "SLURM_JOB_NODELIST"};
+  std::mt19937 random(1);
+  const auto any = [&](const auto& list) { return list[random() % std::size(list)]; };
+  const Variables none;
+  int worlds = 0;
+  int refused = 0;
+  for (int i = 0; i < 6000; ++i) {
+    auto variables = i % 4 == 0 ? torchrun : i % 4 == 1 ? mpirun : i % 4 == 2 ? srun : none;
+    for (auto changes = random() % 4; changes > 0; --changes) variables[any(names)] = any(values);
+    try {
+      const auto world = read(variables);
+      ++worlds;
+      const bool possible = world.rank >= 0 && world.rank < world.world_size && world.local_rank >= 0 &&
+                            world.local_rank < world.local_world_size && world.local_world_size <= world.world_size &&
+                            !world.host.empty() && (world.port != 0 || world.world_size == 1);
+      CHECK(possible);
+    } catch (const td::ConfigError& error) {
+      ++refused;
+      const std::string text = error.what();
+      const bool said = text.starts_with("World: ") && text.ends_with(".") && text.size() < 1000;
+      CHECK_MESSAGE(said, text);
+    }
+  }
+  CHECK(worlds > 1000);
+  CHECK(refused > 1000);
 }
 
 TEST_CASE("a local rank beyond the GPUs") {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <charconv>
+#include <cstddef>
 #include <functional>
 #include <string>
 #include <system_error>
@@ -41,6 +42,12 @@ class Environment {
     return value == nullptr ? std::string() : std::string(value);
   }
   bool has(const char* name) const { return !text(name).empty(); }
+  /// The same for a sentence: its beginning, if it is long.
+  std::string quoted(const char* name) const {
+    constexpr std::size_t longest = 200;
+    const auto value = text(name);
+    return "'" + (value.size() <= longest ? value : value.substr(0, longest) + "...") + "'";
+  }
 
   /// The first of the two that is set.
   const char* either(const char* name, const char* other) const { return has(name) || !has(other) ? name : other; }
@@ -52,8 +59,8 @@ class Environment {
     int result = 0;
     const auto parsed = std::from_chars(value.data(), end, result);
     if (parsed.ec != std::errc() || parsed.ptr != end || result < least || result > most) {
-      throw ConfigError("World: the environment variable " + std::string(name) + " is '" + value +
-                        "', but must be a whole number from " + std::to_string(least) + " to " + std::to_string(most) +
+      throw ConfigError("World: the environment variable " + std::string(name) + " is " + quoted(name) +
+                        ", but must be a whole number from " + std::to_string(least) + " to " + std::to_string(most) +
                         ": let the launcher set it, or correct it.");
     }
     return result;

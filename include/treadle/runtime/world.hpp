@@ -153,16 +153,16 @@ class WorldReader {
     if (const auto tasks = slurm_tasks_of_node(environment_.text(lists[0]), node)) return *tasks;
     if (environment_.has("SLURM_NTASKS_PER_NODE")) return environment_.number("SLURM_NTASKS_PER_NODE", 1, unlimited);
     if (const auto tasks = slurm_tasks_of_node(environment_.text(lists[1]), node)) return *tasks;
-    throw ConfigError("World: SLURM_STEP_TASKS_PER_NODE is '" + environment_.text(lists[0]) +
-                      "', which does not say how many tasks node " + std::to_string(node) +
+    throw ConfigError("World: SLURM_STEP_TASKS_PER_NODE is " + environment_.quoted(lists[0]) +
+                      ", which does not say how many tasks node " + std::to_string(node) +
                       " has: start the program with srun --ntasks-per-node=<n>.");
   }
 
   std::string slurm_first_host() const {
     const char* const name = environment_.either("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST");
     if (auto host = first_slurm_host(environment_.text(name))) return *host;
-    throw ConfigError("World: " + std::string(name) + " is '" + environment_.text(name) +
-                      "', which names no host: export MASTER_ADDR=<host of rank 0> before srun.");
+    throw ConfigError("World: " + std::string(name) + " is " + environment_.quoted(name) +
+                      ", which names no host: export MASTER_ADDR=<host of rank 0> before srun.");
   }
 
   void refuse_slurm_batch() const {
