@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -62,13 +63,12 @@ class MapWork {
     return batch;
   }
 
-  /// Random numbers for the rows of batch `k`, for who changes batches.
-  std::vector<data::KeyedGenerator> generators(std::int64_t k) const {
-    constexpr std::uint64_t batches = 0xB5297A4D3F84D5B5;  // any number but 0, which samples have
+  /// Random numbers for the first rows of batch `k`, for who changes batches.
+  std::vector<data::KeyedGenerator> generators(std::int64_t k, std::int64_t count) const {
     const data::Rows rows = plan_.rows(k);
     std::vector<data::KeyedGenerator> all;
-    all.reserve(static_cast<std::size_t>(rows.size()));
-    for (std::int64_t i = 0; i < rows.size(); ++i) all.push_back(plan_.generator(k, i, rows[i], batches));
+    for (std::int64_t i = 0; i < std::min(rows.size(), count); ++i)
+      all.push_back(plan_.generator(k, i, rows[i], for_batches));
     return all;
   }
 

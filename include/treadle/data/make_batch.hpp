@@ -20,6 +20,9 @@ namespace treadle {
 inline namespace v0_1 {
 namespace detail {
 
+/// What tells the random numbers of functions of batches apart from those of samples, which have 0.
+inline constexpr std::uint64_t for_batches = 0xB5297A4D3F84D5B5;
+
 /// A batch, in words.
 struct BatchName {
   std::int64_t batch = 0;

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "treadle/batch.hpp"
 #include "treadle/data/loader_options.hpp"
 #include "treadle/data/pipeline.hpp"
 #include "treadle/data/random.hpp"
@@ -50,7 +51,9 @@ class PassIterator {
 
   /// Random numbers for each row of this batch that depend on the row's sample, the seed and the epoch alone, and are
   /// others than those that `get` and transforms of samples are given.
-  std::vector<KeyedGenerator> generators() const { return pass_->pipeline.work().generators(pass_->index - 1); }
+  std::vector<KeyedGenerator> generators() const {
+    return pass_->pipeline.work().generators(pass_->index - 1, treadle::rows(*pass_->batch));
+  }
 
  private:
   struct Pass {

@@ -99,6 +99,16 @@ class StreamWork {
     return batch;
   }
 
+  /// Random numbers for the rows of batch `k`, for who changes batches; no more rows than a whole batch has.
+  std::vector<data::KeyedGenerator> generators(std::int64_t k, std::int64_t rows) const {
+    const data::LoaderOptions& options = parts_->options;
+    std::vector<data::KeyedGenerator> all;
+    for (std::int64_t i = 0; i < rows; ++i)
+      all.emplace_back(options.seed ^ for_batches, epoch_,
+                       (k * options.batch_size + i) * options.world_size + options.rank);
+    return all;
+  }
+
  private:
   void open() {
     reader_.emplace(parts_->stream->open(epoch_));
