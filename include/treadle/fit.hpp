@@ -19,6 +19,8 @@
 #include "treadle/observe/events.hpp"
 #include "treadle/observe/meter.hpp"
 #include "treadle/ranks_in_step.hpp"
+#include "treadle/runtime/sink.hpp"
+#include "treadle/runtime/wait_meter.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
@@ -38,6 +40,7 @@ struct FitOptions {
   double max_seconds = 0;           ///< checked after each step
   std::int64_t log_every = 50;      ///< steps between log points, where device values are read
   std::int64_t evaluate_every = 1;  ///< epochs between evaluations; the last epoch always has one
+  double warn_data_wait = 0.05;     ///< share of an epoch of a second or more that waiting for the loader may take
   std::optional<EarlyStop> early_stop{};
 };
 
@@ -132,7 +135,7 @@ class Fit {
     epoch_begin_ = log_begin_ = Clock::now();
     epoch_totals_ = {};
     step_in_epoch_ = rows_ = epoch_rows_ = 0;
-    waited_ = epoch_waited_ = 0;
+    epoch_waited_ = 0;
     bool any = false;
     const std::int64_t order = trainer_.begin_epoch();
     if constexpr (reseedable_loader<Train>) train.set_epoch(order);
@@ -145,12 +148,7 @@ class Fit {
           if (auto done = trainer_.accumulate(batch, last && !drops_tail())) after_step(*done);
           return !stop_;
         },
-        [&](auto&& next) {
-          const auto asked = Clock::now();
-          auto value = next();
-          waited_ += since(asked);
-          return value;
-        });
+        wait_);
     if (!any && !Trainer::Parallelism::processes) refuse_empty();  // among several ranks one may well have none
     if (!stop_ && !drops_tail())
       if (auto done = trainer_.flush()) after_step(*done);
@@ -164,6 +162,8 @@ class Fit {
       any ? refuse_tail(-1, trainer_.accumulation().batches_per_step()) : refuse_empty();
     epoch_.rows_per_second = static_cast<double>(epoch_rows_) / std::max(since(epoch_begin_), 1e-9);
     epoch_.data_wait = epoch_waited_ / std::max(since(epoch_begin_), 1e-9);
+    const bool waits = epoch_.data_wait > options_.warn_data_wait && since(epoch_begin_) >= 1;
+    if (waits && !std::exchange(warned_, true)) warn(wait_text(epoch_.data_wait, train));
   }
 
   void after_step(const StepResult& done) {
@@ -187,7 +187,8 @@ class Fit {
     result_.skipped = read_skipped() - skipped_before_;
     const double seconds = std::max(since(log_begin_), 1e-9);
     epoch_rows_ += rows_;
-    epoch_waited_ += waited_;
+    const double waited = wait_.take();
+    epoch_waited_ += waited;
     if (tell) {
       observe::LogEvent event{.epoch = epoch_.epoch,
                               .step_in_epoch = step_in_epoch_,
@@ -198,7 +199,7 @@ class Fit {
                               .seconds = since(begin_),
                               .steps_per_second = static_cast<double>(steps_since_log_) / seconds,
                               .rows_per_second = static_cast<double>(rows_) / seconds,
-                              .data_wait = waited_ / seconds};
+                              .data_wait = waited / seconds};
       if constexpr (Trainer::Precision::scales_loss)
         event.loss_scale = trainer_.precision().loss_scale().template item<float>();  // sync: log point
       if (!trainer_.observers().on_log(event, ranks_.rank())) wish(StopReason::Requested);
@@ -206,7 +207,6 @@ class Fit {
     agree_to_stop();
     steps_since_log_ = 0;
     rows_ = 0;
-    waited_ = 0;
     log_begin_ = Clock::now();
   }
 
@@ -281,7 +281,8 @@ class Fit {
   std::int64_t epochs_without_ = 0;
   bool evaluates_ = false;
   bool judged_ = false;
-  double waited_ = 0;
+  bool warned_ = false;
+  WaitMeter wait_{trainer_.device()};
   double epoch_waited_ = 0;
   double best_ = std::numeric_limits<double>::infinity();
 };

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <iterator>
 #include <optional>
+#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -70,6 +71,18 @@ std::int64_t batches_of(const L& range) {
     return static_cast<std::int64_t>(range.size());
   else
     return -1;
+}
+
+/// That so much of the time went by waiting for `range`, and what to change; a loader that knows better has `advice()`.
+template <class L>
+std::string wait_text(double share, const L& range) {
+  std::string advice =
+      "make batches on other threads, with treadle::data::Loader and its workers, or keep them in memory, with "
+      "treadle::data::TensorLoader";
+  if constexpr (requires { range.advice(); }) advice = range.advice();
+  return "treadle::Trainer::fit: " + std::to_string(static_cast<int>(100 * share)) +
+         " % of the training time was spent waiting for the loader: " + advice +
+         "; FitOptions::warn_data_wait sets when this is said.";
 }
 
 /// Calls `f(batch, last)` for each batch until it returns false; `waited(next)` runs what fetches the next one.
