@@ -18,8 +18,8 @@ namespace {
 struct Thrower {
   template <class Net>
   td::Loss operator()(Net& net, const td::Batch& batch) const {
-    if (failing && ++*calls == 4) {
-      if (how == "throw") throw std::runtime_error("the fourth batch is broken");
+    if (failing && ++*calls == at) {
+      if (how == "throw") throw std::runtime_error("the batch is broken");
       if (how == "kill") std::raise(SIGKILL);
       if (how == "stop") std::raise(SIGSTOP);
       if (how == "sleep") std::this_thread::sleep_for(seconds(3600));
@@ -28,16 +28,17 @@ struct Thrower {
   }
   bool failing = false;
   std::string how{};
+  int at = 4;
   std::shared_ptr<int> calls = std::make_shared<int>(0);
 };
 
 /// What the ranks that did not fail are told.
-template <class Feed>
-std::string told(const td::World& world, const std::string& how, milliseconds timeout, Feed&& feed) {
+template <ParameterUse Use = ParameterUse::Every, class Feed>
+std::string told(const td::World& world, const std::string& how, milliseconds timeout, Feed&& feed, int at = 4) {
   auto net = make<PlainNet>(1);
-  auto policy = ddp();
+  auto policy = ddp<Use>();
   policy.timeout = timeout;
-  td::Trainer trainer{net, Thrower{world.rank == 1, how}, td::optim::AdamW{},
+  td::Trainer trainer{net, Thrower{world.rank == 1, how, at}, td::optim::AdamW{},
                       td::policies(policy, td::accumulation::AccumulateOver{.batches = 2})};
   try {
     feed(trainer);
@@ -48,15 +49,22 @@ std::string told(const td::World& world, const std::string& how, milliseconds ti
   }
   return "nothing";
 }
-void throws(const td::World& world) {
-  const auto said = told(world, "throw", seconds(20), [&](auto& t) { t.fit(dealt(ragged(), world), {.epochs = 1}); });
+template <ParameterUse Use>
+void throws(const td::World& world, int at) {
+  CAPTURE(at);
+  const auto fit = [&](auto& t) { t.fit(dealt(ragged(), world), {.epochs = 1}); };
+  const auto said = told<Use>(world, "throw", seconds(20), fit, at);
   CAPTURE(said);
   if (world.rank == 1)
-    CHECK(said == "own: the fourth batch is broken");
+    CHECK(said == "own: the batch is broken");
   else
-    CHECK(said.find("the first to fail was rank 1: the fourth batch is broken") != said.npos);
+    CHECK(said.find("the first to fail was rank 1: the batch is broken") != said.npos);
 }
-const Role throws_role("throws", throws);
+const Role throws_role("throws", [](const td::World& world) {
+  throws<ParameterUse::Every>(world, 4);
+  throws<ParameterUse::Find>(world, 3);
+  for (const int at : {1, 2, 3}) throws<ParameterUse::Static>(world, at);  // micro-batches of the first window, too
+});
 
 struct BrokenLoader : Stream {
   bool broken;

@@ -167,7 +167,8 @@ class DistributedDataParallel<Use>::State {
   template <class Stages>
   void abandon(const Stages& stages) {
     group_.report_failure(detail::first_line(detail::text_of_current_exception()));
-    // Only within a window is it known what the others do next; elsewhere their time-out tells them.
+    // Only within a window is it known what the others do next; elsewhere the word that was left, a connection that
+    // closes or a timeout tells them.
     if (world_size() == 1 || group_.lost() || stage_ != Stage::Open) return;
     try {
       stages.skip();
