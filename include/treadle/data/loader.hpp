@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -175,6 +176,8 @@ requires(treadle::detail::is_map_dataset<D>() && treadle::detail::is_sampler<Sam
 
   const D& dataset() const { return *parts_->dataset; }
   const LoaderOptions& options() const { return parts_->options; }
+  /// What to change where it is too slow.
+  std::string advice() const { return loading_advice(parts_->options); }
   /// The same loader with other options; both share the data set.
   Loader with(LoaderOptions options) const {
     return Loader(Parts{parts_->dataset, options, parts_->sampler, parts_->collate});

@@ -41,6 +41,18 @@ struct LoaderOptions {
   int depth() const { return workers == 0 ? 0 : prefetch == 0 ? 2 * workers : std::max(prefetch, 1); }
 };
 
+/// What to change where batches come too slowly, as the end of a sentence.
+inline std::string loading_advice(const LoaderOptions& options) {
+  if (options.workers == 0)
+    return "give the loader workers (LoaderOptions::workers; treadle::data::bench(loader) finds how many), or store "
+           "the data "
+           "in a form that takes less work";
+  return "more than its " + std::to_string(options.workers) +
+         " workers may help (treadle::data::bench(loader) finds how many); if not, store the data in a form that takes "
+         "less "
+         "work, do less to each sample, or do it to whole batches on the device with treadle::data::map_batches";
+}
+
 /// `options` for this process's part of the rows, in a job that `world` describes.
 inline LoaderOptions sharded(LoaderOptions options, const World& world = World::from_environment()) {
   options.rank = world.rank;

@@ -10,6 +10,7 @@
 #include <iterator>
 #include <optional>
 #include <span>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -161,6 +162,15 @@ class MappedLoader {
   void seek(Position position) requires resumable<Range> { loader_.seek(position); }
 
   Range& loader() { return loader_; }
+  const auto& options() const requires requires(const Range& r) { r.options(); }
+  { return loader_.options(); }
+  std::string advice() const requires requires(const Range& r) { r.advice(); }
+  { return loader_.advice(); }
+  /// The same with other options of the loader.
+  auto with(const LoaderOptions& options) const requires requires(const Range& r) { r.with(options); }
+  {
+    return std::apply([&](const Fs&... fs) { return MappedLoader<Range, Fs...>(loader_.with(options), fs...); }, fs_);
+  }
 
  private:
   L loader_;

@@ -105,12 +105,15 @@ class Turns {
   ~Turns() = default;
 
   data::Position start() const { return next_; }
-  /// Begins the pass of `start()`.
-  template <class Work>
-  data::PassIterator<Work> begin(Work work, const data::LoaderOptions& options, std::int64_t batches) {
+  /// Begins the pass of `start()`, and gives the place where it says how far it is.
+  std::shared_ptr<data::Position> begin_pass() {
     at_ = std::make_shared<data::Position>(next_);
     next_ = {next_.epoch + 1, 0};
-    return {std::move(work), options, batches, at_};
+    return at_;
+  }
+  template <class Work>
+  data::PassIterator<Work> begin(Work work, const data::LoaderOptions& options, std::int64_t batches) {
+    return {std::move(work), options, batches, begin_pass()};
   }
 
   void set_epoch(std::int64_t epoch) {

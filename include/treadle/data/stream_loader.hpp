@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -167,6 +168,8 @@ class StreamLoader {
   void seek(Position position) { turns_.seek(position, -1); }
 
   const LoaderOptions& options() const { return parts_->options; }
+  /// What to change where it is too slow.
+  std::string advice() const { return loading_advice(parts_->options); }
   /// The same loader with other options; both share the stream.
   StreamLoader with(LoaderOptions options) const {
     return StreamLoader(Parts{parts_->stream, options, parts_->collate});

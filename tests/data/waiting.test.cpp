@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is said of a loader that is too slow, and how many workers it is told to have.
+// treadle-test: SERIAL
+#include <treadle/data/bench.hpp>
+#include <treadle/data/loader.hpp>
+#include <treadle/data/map.hpp>
+#include <treadle/treadle.hpp>
+
+#include <torch/torch.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/doctest.hpp"
+#include "support/throws.hpp"
+
+namespace td = treadle;
+
+namespace {
+
+struct Sleepy {
+  std::int64_t rows = 0;
+  std::chrono::milliseconds each{5};
+  std::int64_t size() const { return rows; }
+  td::data::Example get(std::int64_t i) const {
+    std::this_thread::sleep_for(each);
+    return {torch::full({4}, 0.01 * static_cast<double>(i)), i % 2};
+  }
+};
+
+struct Classify {
+  td::Loss operator()(torch::nn::LinearImpl& net, const td::Batch& batch) const {
+    return td::mean_loss(net.forward(batch.data), batch.target);
+  }
+};
+
+/// Catches warnings and lines while it lives.
+struct Listening {
+  std::vector<std::string> warnings;
+  std::vector<std::string> lines;
+  td::Sink before = td::set_sink([this](td::Severity severity, std::string_view text) {
+    if (severity == td::Severity::Warning) warnings.emplace_back(text);
+    if (severity == td::Severity::Info) lines.emplace_back(text);
+  });
+  ~Listening() { td::set_sink(before); }
+};
+
+template <class Loader>
+td::FitResult fit(Loader&& loader, td::FitOptions options) {
+  td::Trainer trainer{torch::nn::Linear(4, 2), Classify{}, td::optim::Sgd{},
+                      td::policies(td::parallelism::SingleDevice{.device = at::Device(at::kCPU)})};
+  return trainer.fit(loader, options);
+}
+
+}  // namespace
+
+TEST_CASE("waiting for data is measured, and said once where it is too much, with what to change") {
+  {
+    Listening listening;
+    const auto result = fit(td::data::Loader{Sleepy{220}, {.batch_size = 20}}, {.epochs = 2});
+    for (const auto& epoch : result.history) {
+      CHECK(epoch.data_wait > 0.8);
+      CHECK(epoch.data_wait <= 1);
+    }
+    REQUIRE(listening.warnings.size() == 1);
+    const std::string& said = listening.warnings[0];
+    CAPTURE(said);
+    CHECK(said.find(" % of the training time was spent waiting for the loader: give the loader workers") !=
+          std::string::npos);
+    CHECK(treadle_test::is_sentence(said));
+  }
+  {
+    Listening listening;
+    td::data::Loader loader{Sleepy{440}, {.batch_size = 20, .workers = 2}};
+    fit(td::data::map_batches(loader, [](td::Batch batch) { return batch; }), {});
+    REQUIRE(listening.warnings.size() == 1);
+    CHECK(listening.warnings[0].find("more than its 2 workers may help") != std::string::npos);
+  }
+  {
+    Listening listening;
+    fit(td::data::Loader{Sleepy{220}, {.batch_size = 20}}, {.warn_data_wait = 1});
+    fit(td::data::Loader{Sleepy{20}, {.batch_size = 20}}, {});  // too short an epoch to judge by
+    CHECK(listening.warnings.empty());
+  }
+}
+
+TEST_CASE("bench counts samples by workers, picks the fewest that do, and leaves the loader alone") {
+  Listening listening;
+  td::data::Loader loader{Sleepy{1000, std::chrono::milliseconds(2)}, {.batch_size = 5, .shuffle = true}};
+  const auto result = td::data::bench(loader, {.workers = {0, 1, 4, 5}, .seconds = 0.4});
+  REQUIRE(result.rows.size() == 4);
+  CHECK(result.rows[0].workers == 0);
+  CHECK(result.rows[0].samples_per_second > 200);
+  CHECK(result.rows[0].samples_per_second < 500);
+  CHECK(result.rows[2].samples_per_second > 2.5 * result.rows[0].samples_per_second);
+  CHECK(result.workers >= 4);
+  REQUIRE(listening.lines.size() == 1);
+  CHECK(listening.lines[0].find("workers  samples/s\n      0  ") == 0);
+  CHECK(listening.lines[0].find("\nUse workers = " + std::to_string(result.workers) + ": ") != std::string::npos);
+  CHECK((loader.position() == td::data::Position{0, 0}));
+  const auto tiny =
+      td::data::bench(td::data::Loader{Sleepy{1, std::chrono::milliseconds(1)}, {}}, {.workers = {0}, .seconds = 0.05});
+  CHECK(tiny.rows[0].samples_per_second > 100);
+  CHECK_SAYS(td::DataError, "gave no batch", td::data::bench(td::data::Loader{Sleepy{0}, {}}, {.seconds = 0.1}));
+}
