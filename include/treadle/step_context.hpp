@@ -28,15 +28,19 @@ class StepContext {
 
   /// Records `sum` over `count` things under `name`: reported is the total of the sums over the total of the counts,
   /// over window, epoch and ranks. `sum` is a scalar tensor, which stays on the device, or a number. Throws
-  /// `ConfigError` for the names "loss" and "grad_norm", `DataError` for a tensor of several elements.
+  /// `ConfigError` for the names "loss" and "grad_norm", `DataError` for a tensor of several elements. Does nothing in a
+  /// block that is recomputed, which has recorded it before.
   void record(std::string_view name, const at::Tensor& sum, std::int64_t count) {
+    if (is_repeating()) return;
     records_.add(names_.intern(name), scalar(name, sum), static_cast<double>(count));
   }
   /// As above with a scalar count tensor on the device.
   void record(std::string_view name, const at::Tensor& sum, const at::Tensor& count) {
+    if (is_repeating()) return;
     records_.add(names_.intern(name), scalar(name, sum), 0.0, scalar(name, count));
   }
   void record(std::string_view name, double sum, std::int64_t count) {
+    if (is_repeating()) return;
     records_.add(names_.intern(name), at::full({}, sum, at::kDouble), static_cast<double>(count));
   }
 
@@ -49,8 +53,19 @@ class StepContext {
 
   Records& records() { return records_; }
   void set_training(bool training) { training_ = training; }
+  /// Forgets an open window.
+  void reset() {
+    records_.restart();
+    checkpoint.reset();
+  }
 
  private:
+  bool is_repeating() const {
+    if constexpr (requires { checkpoint.is_repeating(); })
+      return checkpoint.is_repeating();
+    else
+      return false;
+  }
   static at::Tensor scalar(std::string_view name, const at::Tensor& value) {
     if (value.numel() != 1)
       throw DataError("treadle: step.record(\"" + std::string(name) + "\") was given a tensor of " +

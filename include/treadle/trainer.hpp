@@ -74,7 +74,7 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
         verdict_(device()),
         window_(device(), parallelism_.world_size(),
                 !Accumulation::windows && !Parallelism::threads && parallelism_.world_size() == 1),
-        context_(checkpointing_, names_) {
+        context_((checkpointing_.attach(*model_, device(), buffers_), checkpointing_), names_) {
     window_.keep_losses(NonFinite::inspects_losses);
     window_.own_seeds(parameters_.any_of_one_element());
     if (const double c0 = parallelism_.agree(options.nominal_count); c0 > 0) window_.set_c0(c0);
@@ -180,7 +180,7 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
     accumulation_.reset();
     execution_.reset();
     window_.reset();
-    context_.records().restart();
+    context_.reset();
     rule_.release();
     parameters_.release_gradients();
   }
@@ -217,6 +217,7 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   /// Stages 5 to 10: from reduced gradients to the new state.
   [[gnu::always_inline]] void update(StepResult& result) {
     parallelism_.finish_reduction(window_);
+    checkpointing_.end_step();
     const at::TensorList gradients = rule_.collect(precision_);
     const at::Tensor* divisor = window_.divisor(detail::loss_scale_of<Precision::scales_loss>(precision_));
     if constexpr (Clipping::measures_norm) clipping_.measure(gradients);
@@ -232,7 +233,6 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
     averaging_.update(found_inf);
     if constexpr (NonFinite::selects) buffer_guard_.restore(*found_inf);
     if (found_inf) result.skipped = found_inf->clone();
-    checkpointing_.end_step();
     if constexpr (!Observers::wants_gradients) rule_.release();
 
     window_open_ = false;

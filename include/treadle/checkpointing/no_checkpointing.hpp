@@ -33,8 +33,16 @@ struct NoCheckpointing {
     decltype(auto) cheap(std::string_view /*name*/, Region&& region, Inputs&&... inputs) const {
       return invoke_block(std::forward<Region>(region), std::forward<Inputs>(inputs)...);
     }
+    /// The model, its device and its buffers, before the first step.
+    template <class Model, class Device, class Buffers>
+    void attach(Model&, Device, const Buffers&) const {}
     void begin_step() const {}
+    /// Held over each call of the objective.
+    NoGuard pass() const { return {}; }
+    /// After a window's last backward pass.
     void end_step() const {}
+    /// Forgets an open window.
+    void reset() const {}
   };
 };
 

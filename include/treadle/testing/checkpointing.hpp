@@ -49,6 +49,8 @@ Violations check_checkpointing_contract(const P& policy = {}, at::Device device 
   Report report("checkpointing");
   policy.check();
   typename P::State state(policy);
+  int no_model = 0;
+  state.attach(no_model, device, BufferList{});
   const auto plain_call = [](auto&& block, const at::Tensor& x) { return block(x); };
   for (const bool input_needs_gradient : {true, false}) {
     const auto plain = detail::through_blocks(input_needs_gradient, device, plain_call);
