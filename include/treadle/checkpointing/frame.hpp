@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+// A checkpoint: what a block, or several in a row, saved for the backward pass is dropped and computed again there.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/StringUtil.h>
+#include <c10/util/Type.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "treadle/checkpointing/block_call.hpp"
+#include "treadle/checkpointing/hook_engine.hpp"
+#include "treadle/checkpointing/surroundings.hpp"
+#include "treadle/error.hpp"
+
+namespace treadle {
+inline namespace v0_1 {
+namespace detail {
+
+/// Names of a model's modules, by what identifies them.
+using ModuleNames = std::unordered_map<const void*, std::string>;
+
+/// Ends a recompute that has all it needs. No std::exception, which a block might catch.
+struct [[gnu::visibility("default")]] EnoughRecomputed{};
+
+/// Calls made under one set of hooks. Saved tensors are numbered in the order of saving; their hooks keep the frame
+/// alive, and nothing else does once the forward pass is over.
+class Frame final : public HookSource, public std::enable_shared_from_this<Frame> {
+ public:
+  Frame(const char* policy, std::shared_ptr<const ModuleNames> names, std::string region = {})
+      : policy_(policy), names_(std::move(names)), region_(std::move(region)) {}
+  Frame(const Frame&) = delete;
+  Frame& operator=(const Frame&) = delete;
+
+  std::size_t calls() const { return calls_.size(); }
+  /// Whether a recompute has begun, after which nothing can be added.
+  bool closed() const { return closed_; }
+  void close() { closed_ = true; }
+  bool saved_anything() const { return !slots_.empty(); }
+
+  /// Calls a block under the frame's hooks. Its inputs are saved for the hooks outside of it, outputs of the frame's
+  /// earlier calls excepted.
+  template <class Block, class... Inputs>
+  auto forward(std::size_t number, std::optional<at::Device> device, const BlockState& state, Block&& block,
+               Inputs&&... inputs);
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
+
+  /// Makes outputs of the frame's last call things that can be dropped as well: `users` says how many saves want one.
+  std::size_t add_output(std::size_t position, const at::Tensor& tensor);
+  void use_output(std::size_t index);
+  void release_output(std::size_t index);
+  /// An output in the backward pass, recomputed.
+  at::Tensor take_output(std::size_t index);
+
+ private:
+  struct Slot {
+    bool needed = true;  // whoever saved it is still there
+    at::Tensor kept;     // a parameter, or a view of one, which costs no memory to keep
+    std::int64_t version = 0;
+    at::ScalarType dtype{};
+    at::Device device{at::kCPU};
+    c10::SmallVector<std::int64_t, 5> sizes;
+    at::Tensor value{};  // recomputed and not yet taken
+  };
+  struct Output {
+    std::size_t position;  // among the call's
+    at::ScalarType dtype;
+    c10::SmallVector<std::int64_t, 5> sizes;
+    c10::SmallVector<std::int64_t, 5> strides;
+    int users = 0;
+    int pending = 0;  // who has not taken it in this backward pass
+    at::Tensor value{};
+    std::int64_t version = 0;
+  };
+  class Holder;
+  class Refill;
+
+  std::size_t add(const at::Tensor& tensor);
+  void release(std::size_t index);
+  at::Tensor take(std::size_t index);
+  void recompute(int task);
+  bool wants_outputs() const;
+  void keep_outputs();
+  void drop_values();
+  void take_inputs();
+  void run(Refill& refill);
+  Origin origin_of(BlockCall& call, const at::Tensor& tensor);
+  std::string name() const;
+  [[noreturn, gnu::cold]] void refuse_write() const;
+  [[noreturn, gnu::cold]] void refuse(const std::string& what, const std::string& advice) const;
+
+  struct Produced {  // an output of a call that may be the input of the next
+    c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl> impl;
+    std::int64_t version;
+    Origin origin;
+  };
+
+  const char* policy_;
+  std::shared_ptr<const ModuleNames> names_;
+  std::string region_;
+  std::vector<Output> outputs_;
+  std::vector<std::unique_ptr<BlockCall>> calls_;
+  std::vector<Produced> produced_;
+  std::vector<Slot> slots_;
+  std::size_t running_ = 0;  // which call a recompute is in
+  int task_ = -1;            // the backward pass that values belong to
+  bool closed_ = false;
+  std::recursive_mutex mutex_;
+};
+
+/// The hooks of one saved tensor of the forward pass.
+class Frame::Holder final : public torch::autograd::SavedVariableHooks {
+ public:
+  explicit Holder(std::shared_ptr<Frame> frame) : frame_(std::move(frame)) {}
+  Holder(const Holder&) = delete;
+  Holder& operator=(const Holder&) = delete;
+  ~Holder() override {
+    if (packed_) frame_->release(index_);
+  }
+  void call_pack_hook(const at::Tensor& tensor) override {
+    index_ = frame_->add(tensor);
+    packed_ = true;
+  }
+  at::Tensor call_unpack_hook() override { return frame_->take(index_); }
+
+ private:
+  std::shared_ptr<Frame> frame_;
+  std::size_t index_ = 0;
+  bool packed_ = false;
+};
+
+/// The hooks of a recompute, which bring what is saved to its slot.
+class Frame::Refill final : public HookSource {
+ public:
+  explicit Refill(Frame& frame) : frame_(frame) {
+    for (std::size_t i = 0; i < frame.slots_.size(); ++i)
+      if (frame.slots_[i].needed && !frame.slots_[i].kept.defined()) end_ = i + 1;
+    stops_ = !frame.wants_outputs();
+  }
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override { return std::make_unique<Keeper>(*this); }
+  std::size_t saved() const { return next_; }
+  std::size_t wanted() const { return end_; }
+  const std::string& mismatch() const { return mismatch_; }
+
+ private:
+  // Backward passes within a block find what they need here.
+  class Keeper final : public torch::autograd::SavedVariableHooks {
+   public:
+    explicit Keeper(Refill& refill) : refill_(&refill) {}
+    void call_pack_hook(const at::Tensor& tensor) override {
+      kept_ = tensor.is_leaf() && tensor.requires_grad() ? tensor : tensor.detach();
+      refill_->save(tensor);
+    }
+    at::Tensor call_unpack_hook() override { return kept_; }
+
+   private:
+    Refill* refill_;
+    at::Tensor kept_;
+  };
+
+  void save(const at::Tensor& tensor) {
+    if (next_ >= end_) return;  // the block caught EnoughRecomputed and goes on
+    Slot& slot = frame_.slots_[next_];
+    if (slot.dtype != tensor.scalar_type() || slot.device != tensor.device() ||
+        !std::ranges::equal(slot.sizes, tensor.sizes()) || (slot.kept.defined() && !slot.kept.is_alias_of(tensor))) {
+      mismatch_ = "saved tensor " + std::to_string(next_ + 1) + " was " +
+                  describe(slot.dtype, slot.sizes, slot.device) + " and is " +
+                  describe(tensor.scalar_type(), tensor.sizes(), tensor.device());
+      if (slot.kept.defined()) mismatch_ += " (of a parameter, which must be the same one)";
+      end_ = 0;
+      throw EnoughRecomputed{};
+    }
+    if (slot.needed && !slot.kept.defined()) {
+      slot.value = tensor.detach();
+      slot.version = static_cast<std::int64_t>(slot.value._version());
+    }
+    if (++next_ == end_ && stops_) throw EnoughRecomputed{};
+  }
+  static std::string describe(at::ScalarType dtype, at::IntArrayRef sizes, at::Device device) {
+    return std::string(c10::toString(dtype)) + c10::str(sizes) + " on " + device.str();
+  }
+
+  Frame& frame_;
+  std::size_t next_ = 0;
+  std::size_t end_ = 0;
+  bool stops_ = true;  // once the last slot is filled
+  std::string mismatch_;
+};
+
+inline std::unique_ptr<torch::autograd::SavedVariableHooks> Frame::make_hooks() {
+  return std::make_unique<Holder>(shared_from_this());
+}
+
+inline std::size_t Frame::add(const at::Tensor& tensor) {
+  const std::lock_guard lock(mutex_);
+  Slot slot;
+  slot.dtype = tensor.scalar_type();
+  slot.device = tensor.device();
+  slot.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
+  if (tensor.is_leaf() && tensor.requires_grad())
+    slot.kept = tensor;
+  else if (tensor.is_view() && tensor._base().is_leaf() && tensor._base().requires_grad())
+    slot.kept = tensor.detach();
+  if (slot.kept.defined()) slot.version = static_cast<std::int64_t>(slot.kept._version());
+  slots_.push_back(std::move(slot));
+  return slots_.size() - 1;
+}
+
+inline void Frame::release(std::size_t index) {
+  const std::lock_guard lock(mutex_);
+  slots_[index].needed = false;
+  slots_[index].kept.reset();
+  slots_[index].value.reset();
+}
+
+inline Origin Frame::origin_of(BlockCall& call, const at::Tensor& tensor) {
+  for (const auto& produced : produced_)
+    if (produced.impl._unsafe_get_target() == tensor.unsafeGetTensorImpl() &&
+        produced.version == static_cast<std::int64_t>(tensor._version())) {
+      calls_[produced.origin.call]->keeps_outputs = true;
+      return produced.origin;
+    }
+  call.saved.emplace_back(tensor, /*is_output=*/false);
+  return {Origin::Kind::Saved, 0, call.saved.size() - 1};
+}
+
+template <class Block, class... Inputs>
+auto Frame::forward(std::size_t number, std::optional<at::Device> device, const BlockState& state, Block&& block,
+                    Inputs&&... inputs) {
+  std::vector<at::Device> devices;
+  const auto add_device = [&](at::Device one) {
+    if (one.is_cuda() && std::ranges::find(devices, one) == devices.end()) devices.push_back(one);
+  };
+  if (device) add_device(*device);
+  auto call = std::make_unique<TypedCall<Block, Inputs...>>(
+      block,
+      [&](BlockCall& made, const at::Tensor& tensor) {
+        add_device(tensor.device());
+        return origin_of(made, tensor);
+      },
+      inputs...);
+  call->number = number;
+  call->module = identity_of(module_of(call->block()));
+  call->surroundings.emplace(devices, state);
+  running_ = calls_.size();
+  auto& typed = *call;
+  {
+    const std::lock_guard lock(mutex_);
+    calls_.push_back(std::move(call));
+  }
+  auto result = [&] {
+    const HookScope hooks(this);
+    if constexpr (std::is_lvalue_reference_v<Block>)
+      return invoke_block(block, std::forward<Inputs>(inputs)...);
+    else
+      return invoke_block(typed.block(), std::forward<Inputs>(inputs)...);
+  }();
+  typed.surroundings->note_end();
+  if (typed.surroundings->buffer_written()) refuse_write();
+  std::size_t index = 0;
+  visit_tensors(result, [&](const at::Tensor& tensor) {
+    if (tensor.defined())
+      produced_.push_back({c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>(tensor.getIntrusivePtr()),
+                           static_cast<std::int64_t>(tensor._version()),
+                           {Origin::Kind::Output, running_, index}});
+    ++index;
+  });
+  return result;
+}
+
+}  // namespace detail
+}  // namespace v0_1
+}  // namespace treadle
+
+#include "treadle/checkpointing/frame_backward.hpp"
