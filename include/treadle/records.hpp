@@ -49,7 +49,7 @@ class Records {
   std::size_t size() const { return static_cast<std::size_t>(end() - begin()); }
 
   /// Starts a new window; copies keep what they have.
-  void restart() {
+  [[gnu::always_inline]] void restart() {
     if (!block_) return;
     if (block_.use_count() == 1)
       block_->clear();

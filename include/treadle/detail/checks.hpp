@@ -133,8 +133,10 @@ void check_groups(const Rule& rule, const ParameterList& parameters) {
 }
 
 /// Whether a loss is what losses are: an fp32 scalar with a gradient.
-inline bool is_plain_loss(const at::Tensor& value) {
-  return value.defined() && value.dim() == 0 && value.scalar_type() == at::kFloat && value.requires_grad();
+[[gnu::always_inline]] inline bool is_plain_loss(const at::Tensor& value) {
+  const auto* impl = value.unsafeGetTensorImpl();  // spares calls that are not always inlined
+  return value.defined() && impl->sizes().empty() && impl->dtype() == caffe2::TypeMeta::Make<float>() &&
+         impl->requires_grad();
 }
 
 /// Throws `ConfigError` for a loss that has no backward pass, else returns false: it is not a plain one.

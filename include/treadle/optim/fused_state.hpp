@@ -49,7 +49,7 @@ class FusedState {
         group_of_(assign_groups(rule.groups, parameters)),
         rates_(rule.schedule, base_rates(rule), parameters.device()),
         slots_(parameters.size()) {
-    for (const auto& parameter : parameters) idle_.push_back(&parameter.model);
+    idle_ = parameters.gradients();
   }
 
   LearningRate& rates() { return rates_; }
@@ -90,7 +90,7 @@ class FusedState {
   /// Makes the gradients true ones and shows them in the parameters' `.grad()`; nothing is left to divide by.
   const at::Tensor* expose(const at::Tensor* divisor) {
     if (divisor && !gradients_.empty()) at::_foreach_div_(gradients_, *divisor);
-    for (std::size_t i = 0; i < sources_.size(); ++i) sources_[i]->mutable_grad() = gradients_[i];
+    for (std::size_t i = 0; i < sources_.size(); ++i) *sources_[i] = gradients_[i];
     return nullptr;
   }
 
@@ -137,22 +137,22 @@ class FusedState {
   // Gradients are taken out of the parameters, so that nothing is left there to release.
   [[gnu::always_inline]] bool gather() {
     at::Tensor* taken = gradients_.data();
-    for (const auto* source : sources_) {
-      at::Tensor& gradient = source->mutable_grad();
-      if (!gradient.defined()) [[unlikely]]
+    for (at::Tensor* source : sources_) {
+      if (!source->defined()) [[unlikely]]
         return give_back();
-      std::construct_at(taken++, std::move(gradient));  // over an undefined tensor, which owns nothing
+      std::construct_at(taken++, std::move(*source));  // over an undefined tensor, which owns nothing
     }
-    for (const auto* source : idle_)
-      if (source->grad().defined()) [[unlikely]]
+    for (const at::Tensor* source : idle_)
+      if (source->defined()) [[unlikely]]
         return give_back();
     return true;
   }
   [[noreturn, gnu::cold]] void refuse_update(Cohort& cohort, const at::Tensor* applied) {
     applied ? cohort.step.sub_(*applied) : cohort.step.sub_(1);  // it was no step
     for (std::size_t i = cohort.begin; i < cohort.begin + cohort.size; ++i)
-      for (const auto& parameter : *parameters_)
-        if (gradients_[i].is_sparse() && &parameter.model == sources_[i]) refuse_sparse(parameter.name);
+      for (std::size_t k = 0; k < parameters_->size(); ++k)
+        if (gradients_[i].is_sparse() && parameters_->gradients()[k] == sources_[i])
+          refuse_sparse((*parameters_)[k].name);
     throw;
   }
   [[noreturn]] static void refuse_sparse(const std::string& name) {
@@ -162,7 +162,7 @@ class FusedState {
   }
   bool give_back() {
     for (std::size_t i = 0; i < gradients_.size() && gradients_[i].defined(); ++i)
-      sources_[i]->mutable_grad() = std::move(gradients_[i]);
+      *sources_[i] = std::move(gradients_[i]);
     return false;
   }
 
@@ -172,11 +172,11 @@ class FusedState {
     const at::NoGradGuard no_grad;
     using Key = std::tuple<at::Device, at::ScalarType, at::ScalarType, std::size_t, const void*>;
     std::vector<std::pair<Key, std::vector<std::size_t>>> members;
-    std::vector<const at::Tensor*> idle;
+    std::vector<at::Tensor*> idle;
     for (std::size_t i = 0; i < slots_.size(); ++i) {
       const auto& parameter = (*parameters_)[i];
-      if (!parameter.model.grad().defined()) {
-        idle.push_back(&parameter.model);
+      if (at::Tensor* gradient = parameters_->gradients()[i]; !gradient->defined()) {
+        idle.push_back(gradient);
         continue;
       }
       if (!slots_[i].step.defined()) make_state(i);
@@ -195,13 +195,13 @@ class FusedState {
     sources_.clear();
     gradients_.clear();
     for (std::size_t c = 0; c < members.size(); ++c) cohorts_.push_back(make_cohort(members[c].second, steps[c]));
-    for (const auto* source : sources_) gradients_.push_back(std::move(source->mutable_grad()));
+    for (at::Tensor* source : sources_) gradients_.push_back(std::move(*source));
   }
 
   void make_state(std::size_t i) {
     auto& slot = slots_[i];
     const auto& parameter = (*parameters_)[i];
-    if (parameter.model.grad().is_sparse()) refuse_sparse(parameter.name);
+    if (parameters_->gradients()[i]->is_sparse()) refuse_sparse(parameter.name);
     std::vector<at::Tensor> state;
     for (std::size_t k = 0; k < rule_.state_count(); ++k) state.push_back(at::zeros_like(parameter.master));
     slot.step = at::zeros({}, at::device(parameter.master.device()).dtype(at::kFloat));
@@ -223,7 +223,7 @@ class FusedState {
       auto& slot = slots_[i];
       slot.step = cohort.step;
       slot.state_is_fresh = false;
-      sources_.push_back(&(*parameters_)[i].model);
+      sources_.push_back(parameters_->gradients()[i]);
       cohort.parameters.push_back((*parameters_)[i].master.detach());
       cohort.steps.push_back(cohort.step);
       for (std::size_t k = 0; k < slot.state.size(); ++k) cohort.state[k].push_back(slot.state[k]);
@@ -235,10 +235,10 @@ class FusedState {
   const ParameterList* parameters_;
   std::vector<std::size_t> group_of_;
   LearningRate rates_;
-  std::vector<Slot> slots_;                 // by parameter
-  std::vector<Cohort> cohorts_;             // by fused call
-  std::vector<const at::Tensor*> sources_;  // model parameters with a gradient, in the rule's order
-  std::vector<const at::Tensor*> idle_;     // those without
+  std::vector<Slot> slots_;           // by parameter
+  std::vector<Cohort> cohorts_;       // by fused call
+  std::vector<at::Tensor*> sources_;  // places of the gradients that come, in the rule's order
+  std::vector<at::Tensor*> idle_;     // of those that do not
   std::vector<at::Tensor> gradients_;
   std::optional<at::Tensor> divisor_;
   std::optional<at::Tensor> found_inf_;

@@ -36,7 +36,9 @@ using BufferList = std::vector<Buffer>;
 class ParameterList {
  public:
   ParameterList(std::vector<Parameter> parameters, at::Device device)
-      : parameters_(std::move(parameters)), device_(device) {}
+      : parameters_(std::move(parameters)), device_(device) {
+    for (const auto& parameter : parameters_) gradients_.push_back(&parameter.model.mutable_grad());
+  }
 
   at::Device device() const { return device_; }
   std::size_t size() const { return parameters_.size(); }
@@ -47,18 +49,23 @@ class ParameterList {
   Parameter& operator[](std::size_t i) { return parameters_[i]; }
   const Parameter& operator[](std::size_t i) const { return parameters_[i]; }
 
+  /// Where autograd puts the gradient of each parameter's `model`. A leaf keeps one place for it all its life, which
+  /// `mutable_grad()` finds anew by virtual calls.
+  const std::vector<at::Tensor*>& gradients() const { return gradients_; }
+
   bool any_of_one_element() const {
     return std::ranges::any_of(parameters_, [](const auto& parameter) { return parameter.model.numel() == 1; });
   }
   /// Releases every gradient, so that the next backward pass writes instead of adding.
   [[gnu::always_inline]] void release_gradients() const {
-    for (const auto& parameter : parameters_)
-      if (at::Tensor& gradient = parameter.model.mutable_grad(); gradient.defined()) [[unlikely]]
-        gradient.reset();
+    for (at::Tensor* gradient : gradients_)
+      if (gradient->defined()) [[unlikely]]
+        gradient->reset();
   }
 
  private:
   std::vector<Parameter> parameters_;
+  std::vector<at::Tensor*> gradients_;
   at::Device device_;
 };
 

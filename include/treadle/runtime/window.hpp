@@ -115,8 +115,10 @@ class Window {
       made_seed_ = seed_.hold(factor).clone();
     else if (factor != 1.0)
       made_seed_ = at::mul(*loss_scale, seed_.hold(factor));
-    else
-      made_seed_ = own_seeds_ ? loss_scale->clone() : *loss_scale;
+    else if (own_seeds_)
+      made_seed_ = loss_scale->clone();
+    else if (!made_seed_ || !made_seed_->is_same(*loss_scale))
+      made_seed_ = *loss_scale;
     return made_seed_;
   }
 
