@@ -144,9 +144,9 @@ TEST_CASE("a rank that is killed in the middle of a step ends the job") {
 }
 TEST_CASE("a rank that stands still is given up after the time-out") {
   REQUIRE_DEVICE();
-  for (const auto& [ranks, role] : {std::pair{2, "sleeps"}, {worlds(2).back(), "sleeps"}, {2, "stops"}}) {
+  for (const auto& job : {std::pair{2, "sleeps"}, {worlds(2).back(), "sleeps"}, {2, "stops"}}) {
     const Said said;
-    const double taken = seconds_of([&] { CHECK(run_ranks(ranks, role, seconds(2)) == 1); });
+    const double taken = seconds_of([&] { CHECK(run_ranks(job.first, job.second, seconds(2)) == 1); });
     CHECK(taken < 45);
     REQUIRE(said.texts.size() == 1);  // of the ranks that gave up, the first
     CHECK(said.texts[0].find("lost the others") != std::string::npos);

@@ -444,10 +444,11 @@ const Role odd_buffers("odd buffers", [](const td::World& world) {
   WithBuffers reference(true);
   const auto want = buffers(reference);
   CHECK(buffers(*net).size() == 6);
-  for (const auto& [name, tensor] : buffers(*net)) {
-    CAPTURE(name);
-    CHECK((tensor.scalar_type() == want.at(name).scalar_type()));
-    CHECK(at::equal(tensor.cpu().to(at::kComplexDouble), want.at(name).to(at::kComplexDouble)));
+  for (const auto& item : buffers(*net)) {
+    CAPTURE(item.first);
+    const at::Tensor& wanted = want.at(item.first);
+    CHECK((item.second.scalar_type() == wanted.scalar_type()));
+    CHECK(at::equal(item.second.cpu().to(at::kComplexDouble), wanted.to(at::kComplexDouble)));
   }
 });
 
