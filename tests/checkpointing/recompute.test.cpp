@@ -221,6 +221,26 @@ TEST_CASE("inputs, outputs and blocks of every kind are bitwise the plain run") 
         },
         through_all);
   }
+  SUBCASE("a block that reads the buffer which it writes") {
+    struct CountingImpl : torch::nn::Module {
+      CountingImpl() : count(register_buffer("count", at::ones({1}))), w(register_parameter("w", at::ones({6}))) {}
+      at::Tensor forward(const at::Tensor& x) {
+        const auto scale = count * 0.5;
+        count.add_(1);
+        return (x * w * scale).tanh();
+      }
+      at::Tensor count;
+      at::Tensor w;
+    };
+    struct Counting : torch::nn::ModuleHolder<CountingImpl> {
+      using torch::nn::ModuleHolder<CountingImpl>::ModuleHolder;
+    };
+    check_same([] { return Counting(); },
+               [](CountingImpl& net, auto& step, const at::Tensor& x) {
+                 const auto again = step(net, step(net, x));
+                 return step([&net](const at::Tensor& y) { return net.forward(y); }, again).square().sum();
+               });
+  }
   SUBCASE("a function of LibTorch's kind that saves what it likes") {
     struct Cube : torch::autograd::Function<Cube> {
       static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x) {
@@ -526,8 +546,8 @@ struct MixerImpl : torch::nn::Module {
           return std::pair{at::dropout(at::gelu(p), 0.3, true), at::silu(q)};
         },
         u, v);
-    auto w = c(g * s) + step.cheap(
-                            "view", [](const at::Tensor& p) { return p.slice(1, 0, 6); }, s);
+    auto w = c(g * s) * s.slice(1, 2, 8) + step.cheap(
+                                               "view", [](const at::Tensor& p) { return p.slice(1, 0, 6); }, s);
     w = w + x;
     return step
         .cheap(
@@ -641,7 +661,8 @@ TEST_CASE("what a region has produced is gone between the passes, and comes back
     for (int i = 0; i < 3; ++i) {
       auto y = at::randn({3, 6}, here()).matmul(w);
       gone.push_back(weak(y));
-      auto z = state.cheap("cast", [](const at::Tensor& p) { return p.to(at::kDouble); }, y);
+      auto z = state.cheap(
+          "cast", [](const at::Tensor& p) { return p.to(at::kDouble); }, y);
       gone.push_back(weak(z));
       z.sum();
     }

@@ -118,6 +118,7 @@ class Frame final : public HookSource, public std::enable_shared_from_this<Frame
   std::vector<Slot> slots_;
   std::size_t running_ = 0;  // which call a recompute is in
   int task_ = -1;            // the backward pass that values belong to
+  int around_ = -1;          // the one that the forward pass runs within, if it does
   bool closed_ = false;
   std::recursive_mutex mutex_;
 };
@@ -152,7 +153,10 @@ class Frame::Refill final : public HookSource {
     stops_ = !frame.wants_outputs();
   }
 
-  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override { return std::make_unique<Keeper>(*this); }
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
+    if (torch::autograd::get_current_graph_task_id() != around_) return nullptr;
+    return std::make_unique<Keeper>(*this);
+  }
   std::size_t saved() const { return next_; }
   std::size_t wanted() const { return end_; }
   const std::string& mismatch() const { return mismatch_; }
@@ -196,13 +200,17 @@ class Frame::Refill final : public HookSource {
   }
 
   Frame& frame_;
+  int around_ = torch::autograd::get_current_graph_task_id();
   std::size_t next_ = 0;
   std::size_t end_ = 0;
   bool stops_ = true;  // once the last slot is filled
   std::string mismatch_;
 };
 
+/// What a backward pass within a block saves, for another one through it, is kept: on CUDA it would be saved on another
+/// thread in the forward pass, but on the recompute's own.
 inline std::unique_ptr<torch::autograd::SavedVariableHooks> Frame::make_hooks() {
+  if (torch::autograd::get_current_graph_task_id() != around_) return nullptr;
   return std::make_unique<Holder>(shared_from_this());
 }
 
@@ -258,6 +266,7 @@ auto Frame::forward(std::size_t number, std::optional<at::Device> device, const 
   call->module = identity_of(module_of(call->block()));
   call->surroundings.emplace(devices, state);
   running_ = calls_.size();
+  around_ = torch::autograd::get_current_graph_task_id();
   auto& typed = *call;
   {
     const std::lock_guard lock(mutex_);
