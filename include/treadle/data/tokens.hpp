@@ -122,7 +122,7 @@ class Tokens {
   };
 
   Part open(const std::filesystem::path& path) const {
-    static_assert(std::endian::native == std::endian::little, "treadle::data::Tokens: token files are little endian.");
+    static_assert(std::endian::native == std::endian::little);  // as the files are
     Part part{.file = std::make_shared<const treadle::detail::FileBytes>(path), .bytes = options_.bytes};
     constexpr std::int64_t header_bytes = 1024;
     std::array<std::int32_t, 3> header{};

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is no data set, no sampler and no function of samples.
+#include <treadle/data/loader.hpp>
+#include <treadle/data/map.hpp>
+#include <treadle/data/tensor_loader.hpp>
+
+namespace td = treadle;
+
+struct Set {
+  std::int64_t size() const { return 1; }
+  td::data::Example get(std::int64_t) const { return {}; }
+};
+struct NotConst {
+  std::int64_t size() const { return 1; }
+  td::data::Example get(std::int64_t) { return {}; }
+};
+struct HalfSampler {
+  std::int64_t draws(std::int64_t rows) const { return rows; }
+};
+
+#if CASE == 0
+inline void a() {
+  td::data::Loader loader{Set{}, {.workers = 1}, td::data::EveryRow{}};
+  for (const td::Batch& batch : loader) static_cast<void>(batch);
+  td::data::Loader mapped{td::data::map(Set{}, [](const at::Tensor& data) { return data; })};
+  for (const td::Batch& batch : mapped) static_cast<void>(batch);
+}
+#elif CASE == 1
+// expect: treadle::data::Loader: what was given is no data set
+inline void a() {
+  td::data::Loader loader{NotConst{}};
+}
+#elif CASE == 2
+// expect: treadle::data::Loader: what was given is no sampler
+inline void a() {
+  td::data::Loader loader{Set{}, {}, HalfSampler{}};
+}
+#elif CASE == 3
+// expect: treadle::data::map: a function takes neither the sample (or batch) nor its data
+inline void a() {
+  td::data::Loader loader{td::data::map(Set{}, [](const std::string& text) { return text; })};
+  for (const auto& batch : loader) static_cast<void>(batch);
+}
+#endif
