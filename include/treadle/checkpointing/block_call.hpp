@@ -111,6 +111,7 @@ struct Origin {
   enum class Kind { Undefined, Saved, Output } kind = Kind::Undefined;
   std::size_t call = 0;
   std::size_t index = 0;
+  bool requires_grad = false;  // of what was saved
 };
 
 /// A call without the types of its block.

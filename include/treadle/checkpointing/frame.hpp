@@ -243,8 +243,9 @@ inline Origin Frame::origin_of(BlockCall& call, const at::Tensor& tensor) {
       calls_[produced.origin.call]->keeps_outputs = true;
       return produced.origin;
     }
-  call.saved.emplace_back(tensor, /*is_output=*/false);
-  return {Origin::Kind::Saved, 0, call.saved.size() - 1};
+  // Without its graph, which may come from this frame's earlier calls and would keep itself alive.
+  call.saved.emplace_back(tensor.is_leaf() ? tensor : tensor.detach(), /*is_output=*/false);
+  return {Origin::Kind::Saved, 0, call.saved.size() - 1, tensor.requires_grad()};
 }
 
 template <class Block, class... Inputs>

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "treadle/checkpointing/frame.hpp"
@@ -63,8 +64,14 @@ inline void Frame::take_inputs() {
     auto& call = *calls_[running_];
     call.inputs.assign(call.origins.size(), at::Tensor());
     try {
-      for (std::size_t i = 0; i < call.origins.size(); ++i)
-        if (call.origins[i].kind == Origin::Kind::Saved) call.inputs[i] = call.saved[call.origins[i].index].unpack();
+      for (std::size_t i = 0; i < call.origins.size(); ++i) {
+        const auto& origin = call.origins[i];
+        if (origin.kind != Origin::Kind::Saved) continue;
+        auto input = call.saved[origin.index].unpack();
+        if (input.requires_grad() != origin.requires_grad)
+          input = input.detach().set_requires_grad(origin.requires_grad);
+        call.inputs[i] = std::move(input);
+      }
     } catch (const c10::Error& error) {
       if (std::string(error.what_without_backtrace()).find("inplace") == std::string::npos) throw;
       refuse("has had an input changed in place, from which its backward pass would recompute it",
