@@ -5,9 +5,11 @@
 #include "treadle/checkpointing/checkpoint_every_n.hpp"
 #include "treadle/checkpointing/checkpoint_selective.hpp"
 #include "treadle/checkpointing/offload_activations.hpp"
+#include "treadle/nn/sync_batch_norm.hpp"
 #include "treadle/parallelism/distributed_data_parallel.hpp"
 
 #include <chrono>
+#include <string>
 #include <vector>
 
 #include "checkpointing/block_net.hpp"
@@ -69,6 +71,37 @@ void matrix(const td::World& world) {
   check(BlockEntropy{}, td::precision::Bf16Weights{}, td::accumulation::SplitBatch{.micro_batches = 2},
         td::nonfinite::Skip{});
 }
+/// Blocks whose batch norms share their statistics over ranks: a recompute shares them again.
+struct SyncNetImpl : torch::nn::Module {
+  SyncNetImpl() {
+    for (int i = 0; i < 4; ++i)
+      blocks.push_back(register_module(
+          "block" + std::to_string(i),
+          torch::nn::Sequential(torch::nn::Linear(6, 6), td::nn::SyncBatchNorm(6), torch::nn::Dropout(0.1))));
+  }
+  at::Tensor forward(const at::Tensor& x, auto& step) {
+    auto y = x;
+    for (auto& block : blocks) y = step.checkpoint(block, y).tanh();
+    return y.slice(1, 0, 5);
+  }
+  std::vector<torch::nn::Sequential> blocks;
+};
+TORCH_MODULE(SyncNet);
+
+void sync(const td::World& world) {
+  const auto batches = make_batches({8, 6, 5, 7}, 100 + 50 * static_cast<std::uint64_t>(world.rank));
+  const auto run = [&](auto checkpointing) {
+    auto net = make<SyncNet>(1);
+    td::Trainer trainer{
+        net, BlockEntropy{}, td::optim::AdamW{.learning_rate = 0.01},
+        td::policies(checkpointing, td::parallelism::DistributedDataParallel<>{
+                                        .device = device(), .bucket_bytes = 256, .start_timeout = seconds(60)})};
+    td::nn::synchronize(*net, trainer.parallelism().group());
+    return left_by(trainer, batches);
+  };
+  CHECK(difference(run(CheckpointEveryBlock{}), run(NoCheckpointing{})) == "");
+}
+const Role synchronized("sync", sync);
 const Role every("every", matrix<ParameterUse::Every>);
 const Role find("find", matrix<ParameterUse::Find>);
 const Role fixed("static", matrix<ParameterUse::Static>);
@@ -76,7 +109,7 @@ const Role fixed("static", matrix<ParameterUse::Static>);
 }  // namespace
 
 TEST_CASE("two ranks that recompute are bitwise two that do not") {
-  for (const char* role : {"every", "find", "static"}) {
+  for (const char* role : {"every", "find", "static", "sync"}) {
     CAPTURE(role);
     CHECK(run_ranks(2, role) == 0);
   }
