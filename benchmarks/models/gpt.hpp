@@ -51,7 +51,7 @@ struct BlockImpl : torch::nn::Module {
         fc2(register_module("fc2", torch::nn::Linear(4 * o.width, o.width))) {}
 
   at::Tensor forward(const at::Tensor& x, auto& step) {
-    // Function objects live until the backward pass, so they hold what they need by value.
+    // Function objects live until the backward pass: what this call alone has they hold by value.
     const auto normed = [](torch::nn::LayerNorm norm) {
       return [norm](const at::Tensor& y) mutable { return lowered(norm(y)); };
     };
@@ -64,13 +64,13 @@ struct BlockImpl : torch::nn::Module {
     y = y.transpose(1, 2).reshape({b, t, -1});
     const auto residual = step.checkpoint.cheap(
         "attention_out",
-        [layer = attention_out, drop](const at::Tensor& from, const at::Tensor& z) {
-          return from + at::dropout(at::linear(z, layer->weight, layer->bias), drop, true);
+        [layer = attention_out, drop, &step](const at::Tensor& from, const at::Tensor& z) {
+          return from + at::dropout(linear(layer, z, step), drop, true);
         },
         x, y);
     y = step.checkpoint.cheap("norm", normed(norm2), residual);
     y = step.checkpoint.cheap(
-        "fc1", [layer = fc1](const at::Tensor& z) { return at::linear(z, layer->weight, layer->bias); }, y);
+        "fc1", [layer = fc1, &step](const at::Tensor& z) { return linear(layer, z, step); }, y);
     y = step.checkpoint.cheap(
         "gelu", [](const at::Tensor& z) { return at::gelu(z, "tanh"); }, y);
     return residual + at::dropout(linear(fc2, y, step), drop, true);

@@ -537,8 +537,9 @@ struct MixerImpl : torch::nn::Module {
         c(register_module("c", torch::nn::Linear(8, 6))) {}
   at::Tensor forward(const at::Tensor& x, auto& step) {
     auto y = step.cheap("norm", norm, x);
-    y = step.cheap("norm", batch_norm, y);       // of a region's result
-    auto u = step.cheap("up", a, y);             // which others save too
+    y = step.cheap("norm", batch_norm, y);  // of a region's result
+    auto u = step.cheap("up", a, y);        // which others save too
+    u.add_(0.25);                           // in place before it is saved: from here on it is not the region's result
     auto v = b(y.view({2, 2, 6})).view({4, 8});  // through a view
     auto [g, s] = step.cheap(
         "gelu",

@@ -8,7 +8,9 @@
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/rand.h>
 #include <ATen/ops/randn.h>
+#include <ATen/ops/zeros.h>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -20,21 +22,32 @@ inline namespace v0_1 {
 namespace testing {
 namespace detail {
 
-/// Three blocks with dropout one after the other, then their gradients and the next random numbers.
+/// Three blocks with dropout one after the other, each of which counts its calls and keeps a running mean in `buffers`;
+/// then their gradients, the buffers and the next random numbers.
 template <class Call>
-std::vector<at::Tensor> through_blocks(bool input_needs_gradient, at::Device device, Call&& call) {
+std::vector<at::Tensor> through_blocks(bool input_needs_gradient, at::Device device, const BufferList& buffers,
+                                       Call&& call) {
   at::manual_seed(11);
+  for (const auto& buffer : buffers) buffer.tensor.zero_();
   const auto options = at::TensorOptions().device(device);
   auto x = at::randn({4, 6}, options).set_requires_grad(input_needs_gradient);
   std::vector<at::Tensor> weights;
   for (int i = 0; i < 3; ++i) weights.push_back(at::randn({6, 6}, options).set_requires_grad(true));
   at::Tensor y = x;
   for (const auto& w : weights)
-    y = call([w](const at::Tensor& z) { return at::dropout(z.matmul(w).tanh(), 0.5, true); }, y);
+    y = call(
+        [w, count = buffers[0].tensor, mean = buffers[1].tensor](const at::Tensor& z) {
+          auto scaled = z.matmul(w).tanh() * (count + 1);
+          count.add_(1);
+          mean.mul_(0.9).add_(scaled.detach().mean(0), 0.1);
+          return at::dropout(scaled, 0.5, true);
+        },
+        y);
   y.square().sum().backward();
   std::vector<at::Tensor> seen{y.detach()};
   if (input_needs_gradient) seen.push_back(x.grad());
   for (const auto& w : weights) seen.push_back(w.grad());
+  for (const auto& buffer : buffers) seen.push_back(buffer.tensor.clone());
   seen.push_back(at::rand({4}, options));
   seen.push_back(at::rand({4}));
   return seen;
@@ -42,23 +55,25 @@ std::vector<at::Tensor> through_blocks(bool input_needs_gradient, at::Device dev
 
 }  // namespace detail
 
-/// Checks at run time what `checkpointing_policy` promises and the compiler cannot see: outputs, gradients and
-/// generators bitwise those of the plain run; one sentence a broken promise. Seeds the default generators.
+/// Checks at run time what `checkpointing_policy` promises and the compiler cannot see: outputs, gradients, buffers
+/// and generators bitwise those of the plain run; one sentence a broken promise. Seeds the default generators.
 template <checkpointing_policy P>
 Violations check_checkpointing_contract(const P& policy = {}, at::Device device = at::kCPU) {
   Report report("checkpointing");
   policy.check();
   typename P::State state(policy);
   int no_model = 0;
-  state.attach(no_model, device, BufferList{});
+  const auto zeros = [&](std::int64_t n) { return at::zeros({n}, at::TensorOptions().device(device)); };
+  const BufferList buffers{{"count", zeros(1)}, {"mean", zeros(6)}};
+  state.attach(no_model, device, buffers);
   const auto plain_call = [](auto&& block, const at::Tensor& x) { return block(x); };
   for (const bool input_needs_gradient : {true, false}) {
-    const auto plain = detail::through_blocks(input_needs_gradient, device, plain_call);
+    const auto plain = detail::through_blocks(input_needs_gradient, device, buffers, plain_call);
     const auto compare = [&](const char* how, auto&& call) {
       for (int step = 0; step < 2; ++step) {
         std::vector<at::Tensor> got;
         state.begin_step();
-        report.require_no_throw([&] { got = detail::through_blocks(input_needs_gradient, device, call); },
+        report.require_no_throw([&] { got = detail::through_blocks(input_needs_gradient, device, buffers, call); },
                                 std::string("a step with ") + how + " must run");
         state.end_step();
         if (got.empty()) return;
@@ -66,7 +81,8 @@ Violations check_checkpointing_contract(const P& policy = {}, at::Device device 
           return std::vector<at::Tensor>(all.begin(), all.end() - 2);
         };
         report.require(detail::same_bits(gradients_of(got), gradients_of(plain)),
-                       std::string("outputs and gradients of a step with ") + how + " must be those of the plain run" +
+                       std::string("outputs, gradients and buffers of a step with ") + how +
+                           " must be those of the plain run" +
                            (input_needs_gradient ? "." : ", also where the input needs no gradient."));
         report.require(detail::same_bits(got[got.size() - 1], plain[plain.size() - 1]) &&
                            detail::same_bits(got[got.size() - 2], plain[plain.size() - 2]),
