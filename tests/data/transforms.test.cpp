@@ -98,6 +98,8 @@ TEST_CASE("RandomCrop takes any part, and the padding is zeros") {
   }
   for (const int times : ys) CHECK(times > 15);
   for (const int times : xs) CHECK(times > 12);
+  const td::data::RandomCrop wide{.height = 3, .padding = 7};  // some parts are nothing but padding
+  CHECK(torch::equal(together(wide, x), one_by_one(wide, x)));
   CHECK((together(td::data::RandomCrop{.height = 8}, x).sizes() == at::IntArrayRef{200, 3, 8, 8}));
   CHECK_SAYS(td::DataError, "an image of 10x8 with a padding of 0 has no part of 11x11",
              together(td::data::RandomCrop{.height = 11}, x));

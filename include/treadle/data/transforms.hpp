@@ -11,7 +11,9 @@
 #include <ATen/ops/flip.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/index.h>
+#include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -100,7 +102,16 @@ struct RandomCrop {
   at::Tensor operator()(const at::Tensor& image, KeyedGenerator& random) const {
     treadle::detail::check_images(image, 3, "RandomCrop");
     const auto [y, x] = draw(image, random);
-    return padded(image).narrow(1, y, height).narrow(2, x, columns());
+    if (padding == 0) return image.narrow(1, y, height).narrow(2, x, columns());
+    // What lies within the image, put into zeros: a fraction of what padding all of it takes.
+    at::Tensor part = at::zeros({image.size(0), height, columns()}, image.options());
+    const auto [top, rows] = overlap(y - padding, height, image.size(1));
+    const auto [left, columns_in] = overlap(x - padding, columns(), image.size(2));
+    if (rows > 0 && columns_in > 0)
+      part.narrow(1, top - (y - padding), rows)
+          .narrow(2, left - (x - padding), columns_in)
+          .copy_(image.narrow(1, top, rows).narrow(2, left, columns_in));
+    return part;
   }
   at::Tensor operator()(const at::Tensor& images, std::span<KeyedGenerator> random) const {
     treadle::detail::check_rows(images, random, "RandomCrop");
@@ -121,6 +132,11 @@ struct RandomCrop {
   }
 
  private:
+  /// Where what begins at `begin` meets 0 to `limit`, and how much of it does.
+  static std::pair<std::int64_t, std::int64_t> overlap(std::int64_t begin, std::int64_t size, std::int64_t limit) {
+    const std::int64_t first = std::max<std::int64_t>(begin, 0);
+    return {first, std::min(begin + size, limit) - first};
+  }
   std::int64_t columns() const { return width == 0 ? height : width; }
   std::pair<std::int64_t, std::int64_t> draw(const at::Tensor& images, KeyedGenerator& random) const {
     const std::int64_t down = images.size(-2) + 2 * padding - height;
