@@ -11,6 +11,7 @@
 #include <string_view>
 #include <utility>
 
+#include "treadle/checkpointing/no_checkpointing.hpp"
 #include "treadle/error.hpp"
 #include "treadle/records.hpp"
 #include "treadle/runtime/sum_dtype.hpp"
@@ -28,8 +29,8 @@ class StepContext {
 
   /// Records `sum` over `count` things under `name`: reported is the total of the sums over the total of the counts,
   /// over window, epoch and ranks. `sum` is a scalar tensor, which stays on the device, or a number. Throws
-  /// `ConfigError` for the names "loss" and "grad_norm", `DataError` for a tensor of several elements. Does nothing in a
-  /// block that is recomputed, which has recorded it before.
+  /// `ConfigError` for the names "loss" and "grad_norm", `DataError` for a tensor of several elements. Does nothing in
+  /// a block that is recomputed, which has recorded it before.
   void record(std::string_view name, const at::Tensor& sum, std::int64_t count) {
     if (is_repeating()) return;
     records_.add(names_.intern(name), scalar(name, sum), static_cast<double>(count));
@@ -81,6 +82,14 @@ class StepContext {
   NameTable& names_;
   Records records_;
   bool training_ = true;
+};
+
+/// Stands for the context where there is no step: blocks and regions are plain calls, and nothing is recorded.
+struct PlainStep {
+  checkpointing::NoCheckpointing::State checkpoint{checkpointing::NoCheckpointing{}};
+  template <class Value, class Count>
+  void record(std::string_view /*name*/, const Value& /*sum*/, const Count& /*count*/) const {}
+  bool training() const { return false; }
 };
 
 }  // namespace v0_1

@@ -227,6 +227,17 @@ TEST_CASE("a sequential model is a list of blocks") {
   const auto plain = run(NoCheckpointing{});
   CHECK(difference(run(CheckpointEveryBlock{}), plain) == "");
   CHECK(difference(run(CheckpointEveryN{}), plain) == "");
+  {  // outside of a step
+    auto net = make<ListNet>(1);
+    td::Trainer trainer{net, BlockEntropy{}, td::optim::AdamW{}, td::policies(CheckpointEveryBlock{})};
+    td::PlainStep step;
+    step.record("anything", at::ones({}), 1);
+    CHECK(!step.training());
+    const auto batches = batches_of(false);
+    const auto got =
+        trainer.predict(batches, [&](auto& model, const td::Batch& batch) { return model.forward(batch.data, step); });
+    CHECK(got.sizes() == at::IntArrayRef({57, 5}));
+  }
   const td::parallelism::DataParallel copies{.devices = std::vector<at::Device>(2, device()), .factory = {}};
   CHECK(difference(run(CheckpointEveryN{}, copies), run(NoCheckpointing{}, copies)) == "");
   // Without a step it is LibTorch's own.
