@@ -83,8 +83,10 @@ struct Bench {
                 return std::string();
               }
             }};
-    for (int i = 0; i < 6; ++i) row.step();  // budgets and segment lengths settle in the first ones
-    td::synchronize(device);
+    for (int i = 0; i < 6; ++i) {  // budgets and segment lengths settle in the first ones
+      row.step();
+      td::synchronize(device);
+    }
     {
       const td::detail::MemoryMeter meter;
       for (int i = 0; i < 2; ++i) row.step();
