@@ -35,7 +35,7 @@ class [[gnu::visibility("default")]] HookEngine
       Engine{public :
                  /// The process's engine, installed at the first call. Throws `ConfigError` where another program part,
                  /// such as Python's torch, has put in its own: a foreign engine is never replaced.
-                     static HookEngine & get(){auto& current = torch::autograd::Engine::get_default_engine();
+                 static HookEngine & get(){auto& current = torch::autograd::Engine::get_default_engine();
 if (auto* ours = dynamic_cast<HookEngine*>(&current)) [[likely]]
   return *ours;
 return install();
