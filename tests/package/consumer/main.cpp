@@ -16,7 +16,8 @@ static double unit() {
 #include <treadle/data/fashion_mnist.hpp>
 
 static_assert(TREADLE_HAS_CUDA == 0 && TREADLE_HAS_NCCL == 0, "the emulated LibTorch has no CUDA");
-static_assert(TREADLE_HAS_ZLIB == 0 && TREADLE_HAS_JPEG == 0 && TREADLE_HAS_PNG == 0, "this consumer asked for neither");
+static_assert(TREADLE_HAS_ZLIB == 0 && TREADLE_HAS_JPEG == 0 && TREADLE_HAS_PNG == 0,
+              "this consumer asked for neither");
 
 // A device that this LibTorch cannot have is a sentence, and the CPU goes on training.
 static bool cuda_is_a_sentence() {
