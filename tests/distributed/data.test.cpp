@@ -22,9 +22,9 @@
 #include "support/throws.hpp"
 
 namespace td = treadle;
+using td::data::LoaderOptions;
 using td::data::RaggedEnds;
 using td::data::TensorLoader;
-using td::data::LoaderOptions;
 
 namespace {
 
