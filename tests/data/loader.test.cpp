@@ -61,6 +61,12 @@ struct Slow {
   }
 };
 
+/// Samples that tell how many threads LibTorch would use for an operation on them.
+struct Teams {
+  std::int64_t size() const { return 12; }
+  td::data::Example get(std::int64_t i) const { return {torch::full({1}, at::get_num_threads()), i}; }
+};
+
 struct Throwing {
   std::int64_t rows = 0;
   std::int64_t bad = -1;
@@ -263,6 +269,15 @@ TEST_CASE("slow samples neither reorder nor pile up") {
   CHECK(order == counting(60));
 }
 
+TEST_CASE("a worker computes on one thread, whatever the program has set for its own") {
+  const int before = at::get_num_threads();
+  at::set_num_threads(3);
+  for (const auto& batch : td::data::Loader{Teams{}, {.batch_size = 4, .workers = 2}})
+    CHECK(torch::equal(batch.data, torch::ones({4, 1}, batch.data.options())));
+  CHECK(at::get_num_threads() == 3);
+  at::set_num_threads(before);
+}
+
 TEST_CASE("a worker's exception arrives in its turn, with its text and the sample, and the loader stays usable") {
   for (const int workers : worker_counts) {
     CAPTURE(workers);
@@ -293,6 +308,7 @@ TEST_CASE("a worker's exception arrives in its turn, with its text and the sampl
     CHECK(it == loader.end());
     ++it;
     CHECK(it == loader.end());
+    CHECK((loader.position() == Position{0, 5}));  // still in front of it
     td::data::Loader first{Throwing{40, 0}, {.batch_size = 4, .workers = workers}};
     CHECK_SAYS(td::DataError, "sample 0 (in batch 0 of epoch 0)", first.begin());
     td::data::Loader odd{Throwing{40, -3}, {.batch_size = 4, .workers = workers}};

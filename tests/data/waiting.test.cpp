@@ -128,5 +128,9 @@ TEST_CASE("bench counts samples by workers, picks the fewest that do, and leaves
   const auto tiny =
       td::data::bench(td::data::Loader{Sleepy{1, std::chrono::milliseconds(1)}, {}}, {.workers = {0}, .seconds = 0.05});
   CHECK(tiny.rows[0].samples_per_second > 20);
+  td::data::TensorLoader tensors{td::Batch{torch::ones({8, 2}), torch::zeros({8}, at::kLong)}, {.batch_size = 4}};
+  const auto mapped = td::data::bench(td::data::map_batches(tensors, [](const at::Tensor& data) { return data * 2; }),
+                                      {.workers = {0}, .seconds = 0.05});
+  CHECK(mapped.rows[0].samples_per_second > 20);
   CHECK_SAYS(td::DataError, "gave no batch", td::data::bench(td::data::Loader{Sleepy{0}, {}}, {.seconds = 0.1}));
 }

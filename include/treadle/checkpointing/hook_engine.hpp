@@ -30,63 +30,65 @@ class [[gnu::visibility("default")]] HookSource {
 ///
 /// There is one a process, and it is never destroyed: its threads may outlive everything. Shared objects find each
 /// other's, and talk to it through virtual calls alone, so that it does not matter whether their symbols are shared.
-class [[gnu::visibility("default")]] HookEngine
-    : public torch::autograd::
-      Engine{public :
-                 /// The process's engine, installed at the first call. Throws `ConfigError` where another program part,
-                 /// such as Python's torch, has put in its own: a foreign engine is never replaced.
-                 static HookEngine & get(){auto& current = torch::autograd::Engine::get_default_engine();
-if (auto* ours = dynamic_cast<HookEngine*>(&current)) [[likely]]
-  return *ours;
-return install();
-}  // namespace detail
+class [[gnu::visibility("default")]] HookEngine : public torch::autograd::Engine {
+ public:
+  /// The process's engine, installed at the first call. Throws `ConfigError` where another program part, such as
+  /// Python's torch, has put in its own: a foreign engine is never replaced.
+  static HookEngine& get() {
+    auto& current = torch::autograd::Engine::get_default_engine();
+    if (auto* ours = dynamic_cast<HookEngine*>(&current)) [[likely]]
+      return *ours;
+    return install();
+  }
 
-/// The open sources of the calling thread, innermost last.
-virtual std::vector<HookSource*>& sources() {
-  static thread_local std::vector<HookSource*> open;
-  return open;
-}
-/// How many recomputes the calling thread is inside of.
-virtual int& recomputes() {
-  static thread_local int depth = 0;
-  return depth;
-}
+  /// The open sources of the calling thread, innermost last.
+  virtual std::vector<HookSource*>& sources() {
+    static thread_local std::vector<HookSource*> open;
+    return open;
+  }
+  /// How many recomputes the calling thread is inside of.
+  virtual int& recomputes() {
+    static thread_local int depth = 0;
+    return depth;
+  }
 
-/// Held while a recompute replays the CPU's generator.
-virtual std::recursive_mutex& random_mutex() {
-  static std::recursive_mutex mutex;
-  return mutex;
-}
+  /// Held while a recompute replays the CPU's generator.
+  virtual std::recursive_mutex& random_mutex() {
+    static std::recursive_mutex mutex;
+    return mutex;
+  }
 
-std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
-  auto& open = sources();
-  return open.empty() ? nullptr : open.back()->make_hooks();
-}
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
+    auto& open = sources();
+    return open.empty() ? nullptr : open.back()->make_hooks();
+  }
 
-private:
+ private:
+  HookEngine();
+
+  static torch::autograd::Engine& instance() {
+    static auto* engine = new HookEngine;  // its threads may outlive everything
+    return *engine;
+  }
+  [[gnu::cold, gnu::noinline]] static HookEngine& install() {
+    static std::mutex mutex;
+    const std::lock_guard lock(mutex);
+    auto& current = torch::autograd::Engine::get_default_engine();
+    if (auto* ours = dynamic_cast<HookEngine*>(&current)) return *ours;
+    if (&current != &torch::autograd::Engine::get_base_engine())
+      throw ConfigError(
+          "checkpointing: another part of the program, such as Python's torch, has installed an autograd engine of its "
+          "own, which saved-tensor hooks would have to replace; use checkpointing::NoCheckpointing in such a process.");
+    torch::autograd::set_default_engine_stub(&instance);
+    return static_cast<HookEngine&>(instance());
+  }
+};
+
 // LibTorch starts the threads of devices once a process, for the engine that runs first, which may have been its own.
-HookEngine() {
+inline HookEngine::HookEngine() {
   get_base_engine().initialize_device_threads_pool();
   start_device_threads();
 }
-
-static torch::autograd::Engine& instance() {
-  static auto* engine = new HookEngine;  // its threads may outlive everything
-  return *engine;
-}
-[[gnu::cold, gnu::noinline]] static HookEngine& install() {
-  static std::mutex mutex;
-  const std::lock_guard lock(mutex);
-  auto& current = torch::autograd::Engine::get_default_engine();
-  if (auto* ours = dynamic_cast<HookEngine*>(&current)) return *ours;
-  if (&current != &torch::autograd::Engine::get_base_engine())
-    throw ConfigError(
-        "checkpointing: another part of the program, such as Python's torch, has installed an autograd engine of its "
-        "own, which saved-tensor hooks would have to replace; use checkpointing::NoCheckpointing in such a process.");
-  torch::autograd::set_default_engine_stub(&instance);
-  return static_cast<HookEngine&>(instance());
-}
-};  // namespace v0_1
 
 /// Opens a source on the calling thread while it lives.
 class HookScope {
@@ -117,6 +119,6 @@ inline bool is_recomputing() {
   return HookEngine::get().recomputes() > 0;
 }
 
-}  // namespace treadle
+}  // namespace detail
 }  // namespace v0_1
 }  // namespace treadle

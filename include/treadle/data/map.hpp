@@ -169,7 +169,8 @@ class MappedLoader {
   /// The same with other options of the loader.
   auto with(const LoaderOptions& options) const requires requires(const Range& r) { r.with(options); }
   {
-    return std::apply([&](const Fs&... fs) { return MappedLoader<Range, Fs...>(loader_.with(options), fs...); }, fs_);
+    using Other = decltype(loader_.with(options));
+    return std::apply([&](const Fs&... fs) { return MappedLoader<Other, Fs...>(loader_.with(options), fs...); }, fs_);
   }
 
  private:

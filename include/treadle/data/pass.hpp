@@ -66,6 +66,7 @@ class PassIterator {
 
     void fetch() {
       if (ended) return;
+      ended = true;   // a batch that cannot be made ends the pass, whose position stays in front of it
       batch.reset();  // before the next one is asked for, so that its memory may be used again
       batch = pipeline.next();
       ended = !batch;

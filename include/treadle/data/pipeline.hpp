@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads that make things ahead, handed out in order. No torch here but for its own threads.
+// Threads that make things ahead, handed out in order. No torch here but for the size of its teams.
 #pragma once
 
+#include <ATen/Parallel.h>
 #include <dlfcn.h>
 
 #include <atomic>
@@ -25,6 +26,7 @@ namespace detail {
 inline void use_one_thread_here() {
   using SetThreads = void (*)(int);
   static const auto set_threads = reinterpret_cast<SetThreads>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
+  at::get_num_threads();  // the first look of each thread sets its team to the process's, so it comes before
   if (set_threads != nullptr) set_threads(1);
 }
 

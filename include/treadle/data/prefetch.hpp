@@ -193,11 +193,15 @@ class Prefetched {
     std::int64_t given = 0;
     std::optional<Sent> sent;
     treadle::detail::Pipeline<Work> pipeline;
+    bool ended = false;
 
     void fetch() {
+      if (ended) return;
+      ended = true;  // a batch that cannot be made ends the pass, whose position stays in front of it
       if (sent && ring) ring->release();
       sent.reset();
       sent = pipeline.next();
+      ended = !sent;
       if (sent && sent->arrived) ring->arrive(sent->batch, *sent->arrived);
       if (sent) *place = {start.epoch, start.batch + ++given};
       if (!sent || place->batch == batches) *place = {start.epoch + 1, 0};
