@@ -296,7 +296,8 @@ TEST_CASE("the first rank that fails is named once, the others end after the gra
       {"killed", 137, "launch: rank 1 of 2 was killed by SIGKILL, which the kernel sends when memory is exhausted.\n"},
       {"thread", 134, "launch: rank 1 of 2 was killed by SIGABRT: nobody catches this\n"},
       {"reports", 1, "launch: rank 1 of 2 failed with exit code 1: this rank hangs now\n"}};
-  for (const auto& [role, code, sentence] : failures) {
+  for (const auto& [which, code, sentence] : failures) {
+    const auto& role = which;  // clang 14 lets no lambda, and so no CAPTURE, take a structured binding
     CAPTURE(role);
     Program program(role);
     const auto ranks = program.ranks();
@@ -331,7 +332,8 @@ TEST_CASE("a rank that does not obey SIGTERM gets SIGKILL") {
 TEST_CASE("a consequence in another rank is not taken for the cause") {
   const Failure failures[] = {{"connection", 137, "launch: rank 1 of 2 was killed by SIGKILL"},
                               {"slow end", 5, "launch: rank 1 of 2 failed with exit code 5: the cause\n"}};
-  for (const auto& [role, code, sentence] : failures) {
+  for (const auto& [which, code, sentence] : failures) {
+    const auto& role = which;  // clang 14 lets no lambda, and so no CAPTURE, take a structured binding
     CAPTURE(role);
     Program program(role, {{"TEST_GRACE", "4000"}});
     const int returned = program.finish();
@@ -344,7 +346,8 @@ TEST_CASE("a consequence in another rank is not taken for the cause") {
 
 TEST_CASE("signals reach the ranks") {
   const std::pair<int, std::string> signals[] = {{SIGTERM, "SIGTERM"}, {SIGINT, "SIGINT"}, {SIGHUP, "SIGHUP"}};
-  for (const auto& [number, name] : signals) {
+  for (const auto& [number, called] : signals) {
+    const auto& name = called;
     CAPTURE(name);
     Program program("waits", {{"TEST_GRACE", "60000"}});
     const auto ranks = program.ranks();
