@@ -23,6 +23,7 @@
 
 #include "treadle/checkpointing/block_call.hpp"
 #include "treadle/checkpointing/hook_engine.hpp"
+#include "treadle/checkpointing/saved_tensor.hpp"
 #include "treadle/checkpointing/surroundings.hpp"
 #include "treadle/error.hpp"
 
@@ -167,7 +168,7 @@ class Frame::Refill final : public HookSource {
    public:
     explicit Keeper(Refill& refill) : refill_(&refill) {}
     void call_pack_hook(const at::Tensor& tensor) override {
-      kept_ = tensor.is_leaf() && tensor.requires_grad() ? tensor : tensor.detach();
+      kept_ = kept_form(tensor);
       refill_->save(tensor);
     }
     at::Tensor call_unpack_hook() override { return kept_; }
@@ -220,10 +221,7 @@ inline std::size_t Frame::add(const at::Tensor& tensor) {
   slot.dtype = tensor.scalar_type();
   slot.device = tensor.device();
   slot.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
-  if (tensor.is_leaf() && tensor.requires_grad())
-    slot.kept = tensor;
-  else if (tensor.is_view() && tensor._base().is_leaf() && tensor._base().requires_grad())
-    slot.kept = tensor.detach();
+  if (is_parameter(tensor) || is_view_of_parameter(tensor)) slot.kept = kept_form(tensor);
   if (slot.kept.defined()) slot.version = static_cast<std::int64_t>(slot.kept._version());
   slots_.push_back(std::move(slot));
   return slots_.size() - 1;

@@ -99,7 +99,7 @@ inline void Frame::run(Refill& refill) {
     if (all.back()->buffer_written()) refuse_write();
   }
   const PutBack put_back(all);
-  const RecomputeScope inside;
+  const DepthScope inside(HookEngine::get().recomputes());
   const at::AutoGradMode with_grad(true);
   const HookScope hooks(&refill);
   try {

@@ -102,13 +102,13 @@ class HookScope {
   std::vector<HookSource*>& sources_;
 };
 
-/// Notes a recompute on the calling thread while it lives.
-class RecomputeScope {
+/// Counts one level more while it lives.
+class DepthScope {
  public:
-  RecomputeScope() : depth_(HookEngine::get().recomputes()) { ++depth_; }
-  RecomputeScope(const RecomputeScope&) = delete;
-  RecomputeScope& operator=(const RecomputeScope&) = delete;
-  ~RecomputeScope() { --depth_; }
+  explicit DepthScope(int& depth) : depth_(depth) { ++depth_; }
+  DepthScope(const DepthScope&) = delete;
+  DepthScope& operator=(const DepthScope&) = delete;
+  ~DepthScope() { --depth_; }
 
  private:
   int& depth_;

@@ -87,7 +87,7 @@ class OffloadActivations::State {
       hooks.emplace(link.get());
       ++pass.blocks;
     }
-    const Deeper deeper(pass.depth);
+    const detail::DepthScope deeper(pass.depth);
     if (!policy_.recompute_blocks) return invoke_block(block, std::forward<Inputs>(inputs)...);
     auto frame = std::make_shared<detail::Frame>(subject_.policy(), subject_.names());
     return frame->forward(pass.blocks, subject_.device(), subject_.state_of(block), std::forward<Block>(block),
@@ -145,14 +145,6 @@ class OffloadActivations::State {
   double bandwidth() const { return bandwidth_; }
 
  private:
-  struct Deeper {
-    int& depth;
-    explicit Deeper(int& d) : depth(++d) {}
-    Deeper(const Deeper&) = delete;
-    Deeper& operator=(const Deeper&) = delete;
-    ~Deeper() { --depth; }
-  };
-
   /// How long a forward pass takes on the device: the shortest of the first ones, without waiting for any.
   class Clock {
    public:

@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "treadle/checkpointing/hook_engine.hpp"
-#include "treadle/error.hpp"
+#include "treadle/checkpointing/saved_tensor.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
@@ -88,10 +88,9 @@ class OffloadLink final : public HookSource, public std::enable_shared_from_this
     std::int64_t version;
   };
 
-  static bool is_parameter(const at::TensorBase& tensor) { return tensor.is_leaf() && tensor.requires_grad(); }
   bool takes(const at::Tensor& tensor) const {
     if (!tensor.has_storage() || tensor.layout() != at::kStrided || tensor.is_conj() || tensor.is_neg() ||
-        tensor.is_quantized() || is_parameter(tensor) || (tensor.is_view() && is_parameter(tensor._base())))
+        tensor.is_quantized() || is_parameter(tensor) || is_view_of_parameter(tensor))
       return false;
     return copies_ ? tensor.device() == copies_->device() : tensor.is_cpu();
   }
@@ -205,7 +204,7 @@ class OffloadLink final : public HookSource, public std::enable_shared_from_this
       memory_ = link_->move(tensor);
       if (!memory_) {
         link_.reset();
-        kept_ = is_parameter(tensor) ? tensor : tensor.detach();
+        kept_ = kept_form(tensor);
         return;
       }
       offset_ = tensor.storage_offset();
@@ -213,10 +212,7 @@ class OffloadLink final : public HookSource, public std::enable_shared_from_this
       strides_.assign(tensor.strides().begin(), tensor.strides().end());
     }
     at::Tensor call_unpack_hook() override {
-      if (counter_.current_version() != version_)
-        throw ConfigError(
-            "checkpointing::OffloadActivations: a tensor that the backward pass needs has been changed in place since "
-            "it was saved; change it out of place, or after the backward pass.");
+      if (counter_.current_version() != version_) refuse_changed("checkpointing::OffloadActivations");
       if (!memory_) return kept_;
       const at::NoGradGuard no_grad;
       return link_->fetch(*memory_).as_strided(sizes_, strides_, offset_);

@@ -14,7 +14,7 @@
 
 #include "treadle/checkpointing/frame.hpp"
 #include "treadle/checkpointing/hook_engine.hpp"
-#include "treadle/error.hpp"
+#include "treadle/checkpointing/saved_tensor.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
@@ -26,7 +26,7 @@ class RegionOutputs final : public HookSource, public std::enable_shared_from_th
  public:
   /// Remembers that `frame` has produced `tensor`, unless it lies in the memory of a parameter.
   void add(const std::shared_ptr<Frame>& frame, std::size_t position, const at::Tensor& tensor) {
-    if (!tensor.has_storage() || is_parameter(tensor) || (tensor.is_view() && is_parameter(tensor._base()))) return;
+    if (!tensor.has_storage() || is_parameter(tensor) || is_view_of_parameter(tensor)) return;
     // What is gone cannot be saved any more: nothing is kept for it.
     std::erase_if(by_storage_, [](const auto& one) { return one.second.storage.expired(); });
     const auto* storage = tensor.storage().unsafeGetStorageImpl();
@@ -65,7 +65,7 @@ class RegionOutputs final : public HookSource, public std::enable_shared_from_th
       version_ = static_cast<std::int64_t>(tensor._version());
       const Entry* entry = outputs->find(tensor);
       if (!entry) {
-        kept_ = is_parameter(tensor) ? tensor : tensor.detach();
+        kept_ = kept_form(tensor);
         return;
       }
       frame_ = entry->frame;
@@ -80,10 +80,7 @@ class RegionOutputs final : public HookSource, public std::enable_shared_from_th
         const auto whole = frame_->take_output(index_);
         return whole.as_strided(sizes_, strides_, whole.storage_offset() + offset_);
       }
-      if (static_cast<std::int64_t>(kept_._version()) != version_)
-        throw ConfigError(
-            "checkpointing::CheckpointSelective: a tensor that the backward pass needs has been changed in place since "
-            "it was saved; change it out of place, or after the backward pass.");
+      if (static_cast<std::int64_t>(kept_._version()) != version_) refuse_changed("checkpointing::CheckpointSelective");
       return kept_;
     }
 
@@ -98,7 +95,6 @@ class RegionOutputs final : public HookSource, public std::enable_shared_from_th
     c10::SmallVector<std::int64_t, 5> strides_;
   };
 
-  static bool is_parameter(const at::TensorBase& tensor) { return tensor.is_leaf() && tensor.requires_grad(); }
   const Entry* find(const at::Tensor& tensor) const {
     if (!tensor.has_storage() || tensor.is_conj() || tensor.is_neg()) return nullptr;
     const auto found = by_storage_.find(tensor.storage().unsafeGetStorageImpl());

@@ -135,11 +135,7 @@ class Segments {
     if (!frame || frame->closed()) frame = std::make_shared<Frame>(subject_.policy(), subject_.names());
     if (!nested) pass.open = frame, ++pass.blocks;
     const auto state = subject_.state_of(block);
-    struct Depth {
-      int& depth;
-      explicit Depth(int& d) : depth(++d) {}
-      ~Depth() { --depth; }
-    } const deeper(pass.depth);
+    const DepthScope deeper(pass.depth);
     try {
       auto result = frame->forward(pass.blocks, subject_.device(), state, std::forward<Block>(block),
                                    std::forward<Inputs>(inputs)...);

@@ -14,39 +14,17 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <cstring>
 #include <mutex>
 #include <utility>
 #include <vector>
 
 #include "treadle/checkpointing/hook_engine.hpp"
+#include "treadle/runtime/random.hpp"
 #include "treadle/version.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
 namespace detail {
-
-/// The state of one default generator.
-struct GeneratorState {
-  at::Generator generator;
-  at::Tensor state;
-
-  static GeneratorState now(at::Generator generator) {
-    const std::lock_guard lock(generator.mutex());
-    auto state = generator.get_state();
-    return {std::move(generator), std::move(state)};
-  }
-  void restore() const {
-    auto target = generator;
-    const std::lock_guard lock(target.mutex());
-    target.set_state(state);
-  }
-  bool is_current() const {
-    const auto other = now(generator).state;
-    return other.nbytes() == state.nbytes() &&
-           std::memcmp(other.const_data_ptr(), state.const_data_ptr(), state.nbytes()) == 0;
-  }
-};
 
 /// Autocast of the calling thread, on every kind of device that Treadle knows.
 struct AutocastState {
