@@ -93,7 +93,7 @@ void infer(Trainer& trainer, const B& batch, F&& f) {
 inline constexpr auto no_clock = [](auto&& next) { return next(); };
 
 template <class Trainer, class Range>
-Metrics evaluate(Trainer& trainer, Range& range, const EvaluateOptions& options) {
+Metrics evaluate(Trainer& trainer, Range& range, const EvaluateOptions& options) try {
   const Evaluator<Trainer> scope(trainer, options);
   observe::Meter meter;
   bool any = false;
@@ -119,10 +119,12 @@ Metrics evaluate(Trainer& trainer, Range& range, const EvaluateOptions& options)
         return true;
       },
       no_clock);
-  RanksInStep<typename Trainer::Parallelism::State, Trainer::Parallelism::processes> ranks(trainer.parallelism());
   if (!any && !Trainer::Parallelism::processes)  // among several ranks one may well have none
     throw DataError("treadle::Trainer::evaluate: the loader gave no batch; evaluation needs at least one.");
-  return ranks.gather(meter.take()).means();
+  return RanksOf<Trainer>(trainer.parallelism()).gather(meter.take()).means();
+} catch (...) {
+  RanksOf<Trainer>(trainer.parallelism()).leave_word();
+  throw;
 }
 
 template <class Trainer, class Range, class Forward>

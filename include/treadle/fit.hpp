@@ -15,6 +15,7 @@
 #include "treadle/batch.hpp"
 #include "treadle/compatibility.hpp"
 #include "treadle/error.hpp"
+#include "treadle/fit_options.hpp"
 #include "treadle/loader.hpp"
 #include "treadle/observe/events.hpp"
 #include "treadle/observe/meter.hpp"
@@ -24,25 +25,6 @@
 
 namespace treadle {
 inline namespace v0_1 {
-
-/// Stop when a metric of the evaluation (of training, without one) has not improved for `patience` epochs.
-struct EarlyStop {
-  std::string metric = "loss";
-  std::int64_t patience = 3;
-  double min_delta = 0;   ///< an improvement smaller than this is none
-  bool maximize = false;  ///< whether larger is better
-};
-
-/// Options of `Trainer::fit`; a limit of 0 sets none.
-struct FitOptions {
-  std::int64_t epochs = 1;          ///< 0: until another limit
-  std::int64_t max_steps = 0;       ///< steps of this fit
-  double max_seconds = 0;           ///< checked after each step
-  std::int64_t log_every = 50;      ///< steps between log points, where device values are read
-  std::int64_t evaluate_every = 1;  ///< epochs between evaluations; the last epoch always has one
-  double warn_data_wait = 0.05;     ///< share of an epoch of a second or more that waiting for the loader may take
-  std::optional<EarlyStop> early_stop{};
-};
 
 namespace detail {
 
@@ -102,20 +84,31 @@ class Fit {
     const std::int64_t batches = batches_of(train);
     if (batches == 0 && !Trainer::Parallelism::processes) refuse_empty();
     const auto per_step = static_cast<std::int64_t>(trainer_.accumulation().batches_per_step());
-    const std::int64_t own_steps = batches < 0 ? -1 : (batches + (drops_tail() ? 0 : per_step - 1)) / per_step;
+    const auto steps_of = [&](std::int64_t b) {
+      return b < 0 ? -1 : (b + (drops_tail() ? 0 : per_step - 1)) / per_step;
+    };
     ranks_.require_same("epochs " + std::to_string(options_.epochs) + ", max_steps " +
                         std::to_string(options_.max_steps) + ", log_every " + std::to_string(options_.log_every) +
                         ", evaluate_every " + std::to_string(options_.evaluate_every) +
                         (evaluates ? " and a" : " and no") + " test loader");
-    const std::int64_t planned = ranks_.plan(own_steps);
+    sought_ = ranks_.agree_on(sought_in(train));
+    const std::int64_t planned = planned_ = ranks_.plan(steps_of(batches));
     if (planned == 0) batches == 0 ? refuse_empty() : refuse_tail(batches, per_step);
     const std::int64_t epoch_steps = std::max<std::int64_t>(planned, 0);
     std::int64_t total = 0;
     if (__builtin_mul_overflow(epoch_steps, options_.epochs, &total)) total = 0;  // as good as no limit
+    if (sought_) {  // the first epoch is what is left of one
+      trainer_.next_epoch() = sought_->epoch;
+      const std::int64_t left = sought_->batch < 0 ? 0 : batches < 0 ? -1 : batches - sought_->batch;
+      total = std::max<std::int64_t>(total - (planned - ranks_.plan(steps_of(left))), 0);
+    }
     if (options_.max_steps > 0) total = total > 0 ? std::min(total, options_.max_steps) : options_.max_steps;
     auto& rates = trainer_.rule().rates();
     rates.check_run(total);
     if (!rates.planned() || rates.follows_run()) rates.plan(total);
+    if constexpr (Trainer::Parallelism::processes)
+      if (const auto odd = shard_text(train, ranks_.rank(), trainer_.parallelism().world_size()); !odd.empty())
+        warn(odd);
     skipped_before_ = read_skipped();
     observe::RunInfo info{.epochs = options_.epochs,
                           .steps_per_epoch = epoch_steps,
@@ -136,8 +129,31 @@ class Fit {
     epoch_totals_ = {};
     step_in_epoch_ = rows_ = epoch_rows_ = 0;
     epoch_waited_ = 0;
+    const bool whole = epoch > 0 || !sought_;
+    if (epoch == 1 && sought_) ranks_.replan(planned_);
+    const std::int64_t order = trainer_.next_epoch()++;
+    const bool any = (whole || sought_->batch >= 0) && train_batches(train, order);
+    if (!any && !Trainer::Parallelism::processes) refuse_empty();  // among several ranks one may well have none
+    if (!stop_ && !drops_tail())
+      if (auto done = trainer_.flush()) after_step(*done);
+    if (trainer_.accumulation().open()) {
+      trainer_.reset_window();
+      if (!stop_ && ranks_.must_close()) after_step(trainer_.join());
+    }
+    while (!stop_ && ranks_.others_go_on(step_in_epoch_)) after_step(trainer_.join());
+    log_point(/*tell=*/steps_since_log_ > 0);
+    if (step_in_epoch_ == 0 && !stop_ && whole)
+      any ? refuse_tail(-1, trainer_.accumulation().batches_per_step()) : refuse_empty();
+    epoch_.rows_per_second = static_cast<double>(epoch_rows_) / std::max(since(epoch_begin_), 1e-9);
+    epoch_.data_wait = epoch_waited_ / std::max(since(epoch_begin_), 1e-9);
+    const bool waits = epoch_.data_wait > options_.warn_data_wait && since(epoch_begin_) >= 1;
+    if (waits && !std::exchange(warned_, true)) warn(wait_text(epoch_.data_wait, train));
+  }
+
+  /// Trains on the batches of epoch `order`, and returns whether there was one.
+  template <class Train>
+  bool train_batches(Train& train, std::int64_t order) {
     bool any = false;
-    const std::int64_t order = trainer_.begin_epoch();
     if constexpr (reseedable_loader<Train>) train.set_epoch(order);
     for_each_batch<last_is_needed<typename Trainer::PolicyTypes>>(
         train,
@@ -149,21 +165,7 @@ class Fit {
           return !stop_;
         },
         wait_);
-    if (!any && !Trainer::Parallelism::processes) refuse_empty();  // among several ranks one may well have none
-    if (!stop_ && !drops_tail())
-      if (auto done = trainer_.flush()) after_step(*done);
-    if (trainer_.accumulation().open()) {
-      trainer_.reset_window();
-      if (!stop_ && ranks_.must_close()) after_step(trainer_.join());
-    }
-    while (!stop_ && ranks_.others_go_on(step_in_epoch_)) after_step(trainer_.join());
-    log_point(/*tell=*/steps_since_log_ > 0);
-    if (step_in_epoch_ == 0 && !stop_)
-      any ? refuse_tail(-1, trainer_.accumulation().batches_per_step()) : refuse_empty();
-    epoch_.rows_per_second = static_cast<double>(epoch_rows_) / std::max(since(epoch_begin_), 1e-9);
-    epoch_.data_wait = epoch_waited_ / std::max(since(epoch_begin_), 1e-9);
-    const bool waits = epoch_.data_wait > options_.warn_data_wait && since(epoch_begin_) >= 1;
-    if (waits && !std::exchange(warned_, true)) warn(wait_text(epoch_.data_wait, train));
+    return any;
   }
 
   void after_step(const StepResult& done) {
@@ -265,13 +267,15 @@ class Fit {
 
   Trainer& trainer_;
   FitOptions options_;
-  RanksInStep<typename Trainer::Parallelism::State, Trainer::Parallelism::processes> ranks_;
+  RanksOf<Trainer> ranks_;
   FitResult result_;
   observe::Meter meter_;
   observe::Totals epoch_totals_;
   observe::EpochEvent epoch_;
   std::optional<StopReason> wish_;  // of this rank
   std::optional<StopReason> stop_;  // of all
+  std::optional<Begin> sought_;     // where the first epoch begins; none: at its beginning
+  std::int64_t planned_ = 0;        // steps of a whole epoch
   Clock::time_point begin_, epoch_begin_, log_begin_;
   std::int64_t step_in_epoch_ = 0;
   std::int64_t steps_since_log_ = 0;

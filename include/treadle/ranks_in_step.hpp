@@ -2,12 +2,15 @@
 // What `fit` and `evaluate` ask of the other ranks: nothing, where there is one process.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "treadle/error.hpp"
+#include "treadle/loader.hpp"
 #include "treadle/observe/events.hpp"
 #include "treadle/observe/meter.hpp"
 
@@ -38,6 +41,29 @@ class RanksInStep {
     const auto most = static_cast<std::int64_t>(parallelism_.agree(static_cast<double>(mine < 0 ? 0 : mine)));
     return windows_ = unknown ? -1 : most;
   }
+  /// Where the job begins, if this rank's loader was told to begin at `mine`: every rank at the same batch, but for
+  /// those that have none left in that epoch, whose loaders stand before the next one; they have a batch of -1 here.
+  std::optional<Begin> agree_on(std::optional<Begin> mine) {
+    std::vector<std::optional<Begin>> all;
+    for (const std::string& told :
+         parallelism_.gather(mine ? std::to_string(mine->epoch) + ' ' + std::to_string(mine->batch) : std::string())) {
+      all.emplace_back();
+      if (!told.empty()) all.back() = Begin{std::stoll(told), std::stoll(told.substr(told.find(' ') + 1))};
+    }
+    const auto first = *std::ranges::min_element(all, {}, [](const auto& one) { return one ? one->epoch : -1; });
+    for (std::size_t r = 0; r < all.size(); ++r) {
+      const bool over = first && all[r] && all[r]->epoch == first->epoch + 1 && all[r]->batch == 0;
+      const bool same = first ? all[r] && all[r]->epoch == first->epoch && all[r]->batch == first->batch : !all[r];
+      if (!over && !same)
+        throw ConfigError("treadle::Trainer::fit: the loader of rank " + std::to_string(r) +
+                          " was told to begin at another batch than those of other ranks; seek the same position on "
+                          "all ranks, or on none.");
+      if (over && r == static_cast<std::size_t>(rank())) mine = Begin{first->epoch, -1};
+    }
+    return mine;
+  }
+  /// Makes the windows of an epoch those that an earlier `plan` gave.
+  void replan(std::int64_t windows) { windows_ = windows; }
   /// Before a window's first batch: tells the others, where nobody knows how many will come.
   void window_begins() {
     if (windows_ < 0) parallelism_.agree(1.0);
@@ -52,6 +78,8 @@ class RanksInStep {
     if (reason == 0) return std::nullopt;
     return static_cast<StopReason>(static_cast<int>(reason) - 1);
   }
+  /// In a handler: tells the others, who may wait for this rank, of what failed here.
+  void leave_word() { parallelism_.leave_word(); }
   /// The totals of all ranks.
   observe::Totals gather(const observe::Totals& mine) {
     observe::Totals all;
@@ -72,12 +100,18 @@ class RanksInStep<Parallelism, false> {
   int rank() const { return 0; }
   void require_same(const std::string&) const {}
   std::int64_t plan(std::int64_t mine) const { return mine; }
+  std::optional<Begin> agree_on(std::optional<Begin> mine) const { return mine; }
+  void replan(std::int64_t) const {}
   void window_begins() const {}
   bool others_go_on(std::int64_t) const { return false; }
   bool must_close() const { return false; }
   std::optional<StopReason> agree(std::optional<StopReason> wish) const { return wish; }
+  void leave_word() const {}
   const observe::Totals& gather(const observe::Totals& mine) const { return mine; }
 };
+
+template <class Trainer>
+using RanksOf = RanksInStep<typename Trainer::Parallelism::State, Trainer::Parallelism::processes>;
 
 }  // namespace detail
 }  // namespace v0_1

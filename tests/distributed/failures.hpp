@@ -90,6 +90,26 @@ void loader_throws(const td::World& world) {
 }
 const Role loader_throws_role("loader throws", loader_throws);
 
+void evaluation_throws(const td::World& world) {
+  const auto mine = dealt(ragged(), world);
+  std::string said;
+  const auto begin = std::chrono::steady_clock::now();
+  const auto evaluate = [&](auto& trainer) {
+    try {
+      trainer.evaluate(BrokenLoader{{&mine}, world.rank == 1});
+    } catch (const td::DataError&) {
+      std::this_thread::sleep_for(seconds(9));  // and the trainer lives on, with its connections
+      throw;
+    }
+  };
+  said = told(world, "", seconds(60), evaluate);
+  CAPTURE(said);
+  if (world.rank == 1) return;
+  CHECK(said.find("rank 1: the file ends in the middle") != said.npos);
+  CHECK(std::chrono::steady_clock::now() - begin < seconds(7));
+}
+const Role evaluation_throws_role("evaluation throws", evaluation_throws);
+
 void killed(const td::World& world) {
   const auto said = told(world, "kill", seconds(20), [&](auto& t) { t.fit(dealt(ragged(), world), {.epochs = 1}); });
   CAPTURE(said);
@@ -130,6 +150,7 @@ TEST_CASE("a throw on one rank ends the step on all, who are told why") {
   for (const int ranks : worlds(2)) {
     CHECK(run_ranks(ranks, "throws") == 0);
     CHECK(run_ranks(ranks, "loader throws") == 0);
+    if (ranks == 2) CHECK(run_ranks(ranks, "evaluation throws", seconds(40)) == 0);
   }
 }
 TEST_CASE("a rank that is killed in the middle of a step ends the job") {

@@ -30,10 +30,14 @@ inline c10::intrusive_ptr<c10d::Backend> make_nccl([[maybe_unused]] c10::intrusi
   // LibTorch's default answer to a lost rank is to end the process, which is not a library's business: 2 gives up the
   // communicator only. A user's own setting stays.
   ::setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2", /*overwrite=*/0);
-  // Before it gives up a communicator, LibTorch's watchdog sleeps four times this long, a minute by default, for all
-  // ranks to write their flight recorders: which they have only where one of these asks for them.
-  if (!std::getenv("TORCH_FR_BUFFER_SIZE") && !std::getenv("TORCH_NCCL_TRACE_BUFFER_SIZE"))
+  // For flight recorders to be written, a rank that loses the others waits twice: before it gives up a communicator
+  // LibTorch's watchdog sleeps four times the one, a minute by default, and with the other on, as by default, the
+  // destructor waits for a thread that sleeps TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, eight minutes by default. There are
+  // such recorders only where one of these asks for them.
+  if (!std::getenv("TORCH_FR_BUFFER_SIZE") && !std::getenv("TORCH_NCCL_TRACE_BUFFER_SIZE")) {
     ::setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250", /*overwrite=*/0);
+    ::setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", /*overwrite=*/0);
+  }
   auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = timeout;
   auto backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(std::move(store), rank, world_size, std::move(options));

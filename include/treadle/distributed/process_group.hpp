@@ -19,6 +19,7 @@
 #include <cstring>
 #include <exception>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -50,8 +51,8 @@ class ProcessGroup {
         group_(c10::make_intrusive<c10d::ProcessGroup>(prefixed("group"), world_.rank, world_.world_size)) {
     using Type = c10d::ProcessGroup::BackendType;
     guarded("the start", [&] {
-      const auto gloo = detail::make_gloo(prefixed("gloo"), world_.rank, world_.world_size, timeout);
-      group_->setBackend(c10::DeviceType::CPU, Type::GLOO, gloo);
+      gloo_ = detail::make_gloo(prefixed("gloo"), world_.rank, world_.world_size, timeout);
+      group_->setBackend(c10::DeviceType::CPU, Type::GLOO, gloo_);
       group_->setDefaultBackend(Type::GLOO);
       if (device.is_cuda()) {
         const auto nccl = detail::make_nccl(prefixed("nccl"), world_.rank, world_.world_size, device, timeout);
@@ -91,7 +92,7 @@ class ProcessGroup {
   }
   /// Waits for a collective; on CUDA only the current stream does.
   void wait(const Work& work) {
-    guarded("an all-reduce", [&] { work->wait(); });
+    guarded("an all-reduce", [&] { nccl_ ? static_cast<void>(work->wait()) : wait_on_host(work); });
   }
   void sum(at::Tensor& tensor) { wait(start_sum(tensor)); }
   /// The largest of all ranks' numbers, over the host.
@@ -102,7 +103,7 @@ class ProcessGroup {
       std::vector<at::Tensor> tensors{tensor};
       c10d::AllreduceOptions options;
       options.reduceOp = c10d::ReduceOp::MAX;
-      group_->allreduce(tensors, options)->wait();
+      wait_on_host(group_->allreduce(tensors, options));
       return *tensor.const_data_ptr<double>();
     });
   }
@@ -119,7 +120,7 @@ class ProcessGroup {
     for (int r = 0; r < world_.world_size; ++r) all[0].push_back(at::empty_like(packed));
     guarded("a gathering", [&] {
       std::vector<at::Tensor> inputs{packed};
-      group_->allgather(all, inputs)->wait();
+      wait_on_host(group_->allgather(all, inputs));
     });
     std::vector<std::string> texts;
     for (const auto& one : all[0]) {
@@ -199,6 +200,29 @@ class ProcessGroup {
   }
 
  private:
+  /// Waits until all have taken part in a collective over Gloo, or another rank has left word that it has failed and
+  /// has then had the time to take part in this one: a rank whose process lives on closes no connection.
+  void wait_on_host(const Work& work) {
+    constexpr std::chrono::milliseconds interval(500);
+    const auto done = [&] {
+      try {
+        work->wait(interval);
+      } catch (const std::exception&) {  // not done, or it failed: what is thrown says not which
+      }
+      return work->isCompleted();
+    };
+    for (bool told = false; !done(); told = !reported_ && !first_failure().empty())
+      if (told) {
+        leave_behind(gloo_);
+        throw std::runtime_error("one has failed");
+      }
+    work->wait();
+  }
+  /// Never destroys `backend`: its destructor would wait for the collective that nobody ends.
+  static void leave_behind(const c10::intrusive_ptr<c10d::Backend>& backend) {
+    static auto* const left = new std::vector<c10::intrusive_ptr<c10d::Backend>>;  // outlives all static destructors
+    left->push_back(backend);
+  }
   /// Gloo ends waiting when a connection closes, as that of a rank that ends does. Kernels of NCCL on one host wait for
   /// memory that no one writes to any more, until the timeout: so the communicator is given up where a rank has left
   /// word, after which the device goes on, and what the host asks for next throws.
@@ -233,6 +257,7 @@ class ProcessGroup {
   World world_;
   Store store_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  c10::intrusive_ptr<c10d::Backend> gloo_;
   c10::intrusive_ptr<c10d::Backend> nccl_;
   std::atomic<bool> lost_ = false;
   std::atomic<bool> given_up_ = false;  // by the watch

@@ -42,7 +42,7 @@ concept parallelism_policy = policy_of<P, axis::Parallelism> &&
              BufferList& buffers, detail::Window<true>& window, const detail::StagesArchetype& stages) {
   { P::replicates } -> std::convertible_to<bool>;    // more than one copy of the model?
   { P::slices } -> std::convertible_to<bool>;        // does it need slice_rows?
-  { P::processes } -> std::convertible_to<bool>;     // one of several processes? then State has gather(bytes) as well
+  { P::processes } -> std::convertible_to<bool>;     // one of several processes? State has gather(bytes), leave_word()
   { P::threads } -> std::convertible_to<bool>;       // one process, a thread a device?
   { P::finds_unused } -> std::convertible_to<bool>;  // does the set of used parameters vary?
   policy.check();

@@ -25,6 +25,7 @@
 #include "treadle/runtime/device.hpp"
 #include "treadle/runtime/parameters.hpp"
 #include "treadle/runtime/rank.hpp"
+#include "treadle/runtime/rank_device.hpp"
 #include "treadle/runtime/sink.hpp"
 #include "treadle/runtime/world.hpp"
 
@@ -163,10 +164,12 @@ class DistributedDataParallel<Use>::State {
     stage_ = Stage::Closed;
   }
 
+  /// In a handler: leaves word for the other ranks of what failed here.
+  void leave_word() { group_.report_failure(detail::first_line(detail::text_of_current_exception())); }
   /// In a handler: the other ranks wait for this one's part in the window, so it is given, with word that it failed.
   template <class Stages>
   void abandon(const Stages& stages) {
-    group_.report_failure(detail::first_line(detail::text_of_current_exception()));
+    leave_word();
     // Only within a window is it known what the others do next; elsewhere the word that was left, a connection that
     // closes or a timeout tells them.
     if (world_size() == 1 || group_.lost() || stage_ != Stage::Open) return;
@@ -190,10 +193,7 @@ class DistributedDataParallel<Use>::State {
     set_speaker(rank() == 0);
   }
   static at::Device choose_device(const DistributedDataParallel& policy, const World& world) {
-    if (policy.device) return resolve_device(policy.device);
-    const int visible = cuda_device_count();
-    if (visible == 0) return at::kCPU;
-    return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.device_index(visible)));
+    return policy.device ? resolve_device(policy.device) : rank_device(world);
   }
 
   /// What all ranks must do alike, a line each.
