@@ -6,6 +6,8 @@
 
 #include <array>
 #include <cstddef>
+#include <cstdio>
+#include <cstdlib>
 #include <string>
 #include <utility>
 #include <vector>
@@ -267,15 +269,33 @@ void run_combination() {
   }
 }
 
+/// Which of `parts` equal parts of the product this process runs: TREADLE_MATRIX_PART=2/8 is the third of eight, for
+/// machines with more cores than files.
+struct Part {
+  std::size_t index = 0;
+  std::size_t parts = 1;
+  bool has(std::size_t combination) const { return combination % parts == index; }
+};
+inline Part part() {
+  Part result;
+  const char* const text = std::getenv("TREADLE_MATRIX_PART");
+  if (text == nullptr) return result;
+  REQUIRE(std::sscanf(text, "%zu/%zu", &result.index, &result.parts) == 2);
+  REQUIRE(result.index < result.parts);
+  return result;
+}
+
 /// The combinations of one precision: all of them in a nightly build, else those of the cover.
 template <Precision P, std::size_t... I>
 int run_precision(std::index_sequence<I...>) {
   int count = 0;
+  const Part mine = part();
   const auto run = [&]<std::size_t Index>() {
-    if constexpr (row_of(Index).precision == P) {
-      run_combination<Index>();
-      ++count;
-    }
+    if constexpr (row_of(Index).precision == P)
+      if (mine.has(Index)) {
+        run_combination<Index>();
+        ++count;
+      }
   };
 #ifdef TREADLE_NIGHTLY
   (run.template operator()<static_cast<std::size_t>(P) * per_precision + I>(), ...);
