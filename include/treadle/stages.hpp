@@ -23,7 +23,7 @@ struct Stages {
   [[gnu::always_inline]] Loss forward(Model& model, const B& batch, Context& context) const {
     const auto objective = [&]() __attribute__((always_inline)) {
       [[maybe_unused]] const auto cast = trainer.precision_.autocast();
-      [[maybe_unused]] const auto pass = trainer.checkpointing_.pass();
+      [[maybe_unused]] const auto pass = trainer.checkpointing_.pass(model);
       return call_objective(trainer.objective_, model, batch, context);
     };
     return treadle::rows(batch) == 0 ? Loss::mean({}, 0) : objective();

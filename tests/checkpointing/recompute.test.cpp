@@ -66,9 +66,10 @@ TORCH_MODULE(Stack);
 template <class Policy>
 struct Alone : Policy::State {
   explicit Alone(const Policy& policy = {}) : Policy::State(policy) {
-    int no_model = 0;
     this->attach(no_model, device(), td::BufferList{});
   }
+  [[nodiscard]] auto pass() { return Policy::State::pass(no_model); }
+  int no_model = 0;
 };
 
 /// What a run leaves: its outputs, gradients, buffers, and the next random numbers.
@@ -95,7 +96,7 @@ Trace trace(const Policy& policy, Model model, bool input_needs_gradient, Body&&
     state.begin_step();
     at::Tensor loss;
     {
-      const auto scope = state.pass();
+      [[maybe_unused]] const auto scope = state.pass(*model);
       loss = body(*model, state, x);
     }
     if (loss.requires_grad()) loss.backward();
@@ -223,13 +224,20 @@ TEST_CASE("inputs, outputs and blocks of every kind are bitwise the plain run") 
   }
   SUBCASE("a block that reads the buffer which it writes") {
     struct CountingImpl : torch::nn::Module {
-      CountingImpl() : count(register_buffer("count", at::ones({1}))), w(register_parameter("w", at::ones({6}))) {}
+      CountingImpl()
+          : count(register_buffer("count", at::ones({1}))),
+            table(register_buffer("table", at::ones({2, 3}))),
+            mask(register_buffer("mask", at::ones({4, 6}, at::kBool))),
+            w(register_parameter("w", at::ones({6}))) {}
       at::Tensor forward(const at::Tensor& x) {
-        const auto scale = count * 0.5;
+        const auto scale = count * 0.5 + table.sum();
         count.add_(1);
-        return (x * w * scale).tanh();
+        table.mul_(0.9);
+        return (x * w * scale * mask).tanh();
       }
       at::Tensor count;
+      at::Tensor table;
+      at::Tensor mask;
       at::Tensor w;
     };
     struct Counting : torch::nn::ModuleHolder<CountingImpl> {
@@ -440,6 +448,24 @@ TEST_CASE("what fails in a pass is told, and leaves generators, buffers and auto
   w.mutable_grad().reset();
   state(catching, x).sum().backward();
   CHECK(same_bits(w.grad(), want));
+  // Nor does one that makes an exception of its own of it, and one that may not throw at all runs to its end.
+  const auto renaming = [w](const at::Tensor& y) {
+    try {
+      return y.matmul(w).tanh().matmul(w);
+    } catch (...) {
+      throw Failure("a block has failed");
+    }
+  };
+  const auto never_throwing = [w](const at::Tensor& y) noexcept { return y.matmul(w).tanh().matmul(w); };
+  w.mutable_grad().reset();
+  renaming(x).sum().backward();
+  const auto other = w.grad().clone();
+  w.mutable_grad().reset();
+  state(renaming, x).sum().backward();
+  CHECK(same_bits(w.grad(), other));
+  w.mutable_grad().reset();
+  state(never_throwing, x).sum().backward();
+  CHECK(same_bits(w.grad(), other));
 }
 
 TEST_CASE("a block that computes something else the second time is named") {
@@ -453,7 +479,7 @@ TEST_CASE("a block that computes something else the second time is named") {
   const auto& w = net->blocks[0]->fc->weight;
   const auto backward_of = [&](auto&& block) {
     calls = 0;
-    state.pass();
+    const auto scope = state.pass(*net);
     auto y = state(net->blocks[1], x);
     y = state(block, y);
     y.sum().backward();
@@ -464,7 +490,7 @@ TEST_CASE("a block that computes something else the second time is named") {
   CHECK_SAYS(td::ConfigError, "was Float[4, 12] on ", backward_of([&](const at::Tensor& y) {
                return y.matmul(w.t()).to(++calls == 2 ? at::kDouble : at::kFloat).tanh();
              }));
-  CHECK_SAYS(td::ConfigError, "or more tensors and now ", backward_of([&](const at::Tensor& y) {
+  CHECK_SAYS(td::ConfigError, "it saved 4 tensors and now 2", backward_of([&](const at::Tensor& y) {
                auto z = y.matmul(w.t());
                return ++calls == 2 ? z : z.tanh().sin();
              }));
@@ -482,6 +508,34 @@ TEST_CASE("a block that computes something else the second time is named") {
              by_name(*changing, x).sum().backward());
 }
 
+TEST_CASE("in a row of blocks each must save its own tensors, as many as before") {
+  reseed(2);
+  const auto x = at::randn({4, 6}, here()).set_requires_grad(true);
+  // Saves `first` tensors of one shape, and `again` the second time.
+  const auto saving = [](int first, int again) {
+    return [first, again, calls = std::make_shared<int>(0)](const at::Tensor& in) {
+      const int times = (*calls)++ == 0 ? first : again;
+      auto y = in;
+      for (int i = 0; i < times; ++i) y = y.sin();
+      return y;
+    };
+  };
+  const auto run = [&](auto&& one, auto&& two) {
+    Alone<CheckpointEveryN> state(CheckpointEveryN{.n = 2});
+    const auto scope = state.pass();
+    auto y = state(one, x);
+    state(two, y).sum().backward();
+  };
+  run(saving(2, 2), saving(1, 1));
+  // Five tensors of one shape both times: only their owners differ.
+  CHECK_SAYS(td::ConfigError, "block number 1 of the forward pass (", run(saving(3, 2), saving(2, 3)));
+  CHECK_SAYS(td::ConfigError, "it saved 3 tensors and now 2", run(saving(3, 2), saving(2, 3)));
+  CHECK_SAYS(td::ConfigError, "block number 1 of the forward pass (", run(saving(2, 3), saving(3, 2)));
+  CHECK_SAYS(td::ConfigError, "it saved 2 tensors and now more", run(saving(2, 3), saving(3, 2)));
+  CHECK_SAYS(td::ConfigError, "block number 2 of the forward pass (", run(saving(2, 2), saving(3, 2)));
+  CHECK_SAYS(td::ConfigError, "it saved 3 tensors and now 2", run(saving(2, 2), saving(3, 2)));
+}
+
 TEST_CASE("what plain autograd refuses because it was changed in place is refused") {
   reseed(2);
   Block block(0.0);
@@ -495,6 +549,16 @@ TEST_CASE("what plain autograd refuses because it was changed in place is refuse
     auto z = state([w = block->proj->weight](const at::Tensor& in) { return in.matmul(w).sin(); }, x);
     block->proj->weight.detach().add_(1);
     CHECK_SAYS(td::ConfigError, "needs changed in place", z.sum().backward());
+  }
+  {  // under autocast nothing that is saved shows it
+    CheckpointEveryBlock::State attached;
+    attached.attach(*block, device(), {});
+    const auto scope = attached.pass(*block);
+    const auto cast = [w = block->proj->weight](const at::Tensor& in) { return in.matmul(w.to(at::kBFloat16)).sin(); };
+    auto y = attached(cast, x.to(at::kBFloat16));
+    y.sum().backward({}, /*retain_graph=*/true);
+    block->fc->weight.detach().add_(1);
+    CHECK_SAYS(td::ConfigError, "is a function object, which may use any weight of the model", y.sum().backward());
   }
   CHECK_SAYS(td::ConfigError, "a function object was given to a state that belongs to no trainer",
              CheckpointEveryBlock::State()([](const at::Tensor& in) { return in; }, x));
@@ -635,7 +699,7 @@ TEST_CASE("what a region has produced is gone between the passes, and comes back
     at::Tensor loss;
     std::vector<Weak> produced;
     {
-      const auto scope = state.pass();
+      [[maybe_unused]] const auto scope = state.pass();
       auto y = at::randn({3, 6}, here()).matmul(w);
       auto z = state.cheap(
           "gelu",
@@ -736,6 +800,53 @@ TEST_CASE("a dropped graph frees everything") {
       CHECK(input.expired());
     }
   }
+}
+
+TEST_CASE("a function object may hold what its own row of blocks has computed") {
+  reseed(2);
+  const auto w = at::randn({6, 6}, here()).set_requires_grad(true);
+  const auto x = at::randn({4, 6}, here());
+  const auto token = std::make_shared<int>(0);
+  const auto loss_of = [&](auto& step) {
+    const auto a = step([w, token](const at::Tensor& in) { return in.matmul(w).tanh(); }, x);
+    const auto b = a.cos();
+    const auto c = step([w, a, b, token](const at::Tensor& in) { return in.matmul(w).sigmoid() * a + b; }, a);
+    return step([w, c, all = std::vector{a, b}](const at::Tensor& in) { return (in * c + all[0]).sin(); }, c).sum();
+  };
+  const auto plain = [](auto&& block, const at::Tensor& in) { return block(in); };
+  loss_of(plain).backward();
+  const auto want = w.grad().clone();
+  CHECK(token.use_count() == 1);
+  for (const std::int64_t n : {1, 2, 100}) {
+    CAPTURE(n);
+    Alone<CheckpointEveryN> state(CheckpointEveryN{.n = n});
+    for (const bool backward : {true, false, true}) {
+      w.mutable_grad().reset();
+      auto loss = loss_of(state);
+      CHECK(token.use_count() > 1);
+      if (backward) loss.backward({}, /*retain_graph=*/true);
+      if (backward) CHECK(same_bits(w.grad(), want));
+      loss.reset();
+      CHECK(token.use_count() == 1);
+    }
+  }
+}
+
+TEST_CASE("copies of buffers that never change are shared") {
+  td::detail::SharedCopies copies;
+  auto mask = at::ones({4, 4});
+  const auto first = copies.of(mask);
+  CHECK(copies.of(mask).is_same(first));
+  mask.mul_(2);
+  const auto second = copies.of(mask);
+  CHECK(!second.is_same(first));
+  CHECK(second[0][0].item<float>() == 2);
+  CHECK(first[0][0].item<float>() == 1);
+  mask.set_data(at::zeros({4, 4}));
+  CHECK(copies.of(mask)[0][0].item<float>() == 0);
+  CHECK(td::detail::writes_show(mask));
+  CHECK(td::detail::writes_show(at::ones({4}, at::kLong)));
+  CHECK(!td::detail::writes_show(at::ones({4})));  // a batch norm's
 }
 
 TEST_CASE("a foreign engine is refused, never replaced") {

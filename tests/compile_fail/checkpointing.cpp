@@ -41,4 +41,12 @@ inline void not_copyable(Net& net) {
     return step.checkpoint(block, b.data).sum();
   });
 }
+#elif CASE == 3
+// expect: treadle: an input of a checkpointed block is a view (ArrayRef, span, string_view)
+inline void views(Net& net) {
+  train<EveryBlock>(net, [](Net&, const td::Batch& b, auto& step) {
+    const auto block = [](const at::Tensor& x, at::IntArrayRef sizes) { return x.reshape(sizes); };
+    return step.checkpoint(block, b.data, b.data.sizes()).sum();
+  });
+}
 #endif

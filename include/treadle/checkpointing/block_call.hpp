@@ -3,12 +3,18 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/OptionalArrayRef.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
+#include <initializer_list>
+#include <limits>
 #include <memory>
 #include <optional>
+#include <ranges>
 #include <tuple>
 #include <type_traits>
 #include <typeinfo>
@@ -91,6 +97,18 @@ class KeptBlock {
   std::shared_ptr<const void> alive_;
 };
 
+/// What only looks at somebody else's elements: ArrayRef, span, string_view, and their like.
+template <class T>
+inline constexpr bool is_view_type = std::ranges::borrowed_range<T>;
+template <class T>
+inline constexpr bool is_view_type<c10::ArrayRef<T>> = true;
+template <class T>
+inline constexpr bool is_view_type<c10::OptionalArrayRef<T>> = true;
+template <class T>
+inline constexpr bool is_view_type<std::initializer_list<T>> = true;
+template <class T>
+inline constexpr bool is_view_type<std::optional<T>> = is_view_type<T>;
+
 /// An input that cannot be copied, such as the step context: referred to.
 template <class T>
 class Referred {
@@ -124,13 +142,18 @@ class BlockCall {
   /// Makes the call again with `inputs`.
   virtual void repeat() = 0;
 
+  std::shared_ptr<BlockCall> before;  // the checkpoint's call before it, which it may need to be repeated
   std::optional<Surroundings> surroundings;
   std::vector<Origin> origins;
   std::vector<torch::autograd::SavedVariable> saved;
   std::vector<at::Tensor> inputs;   // while it is repeated
   std::vector<at::Tensor> outputs;  // what a repeat gave, if `keeps_outputs`
   bool keeps_outputs = false;
-  std::size_t number = 0;  // of the block in its pass, from 1
+  bool may_throw = true;
+  std::size_t first_slot = 0;  // of what it saved, in the checkpoint's order
+  std::size_t end_slot = unknown;
+  static constexpr std::size_t unknown = std::numeric_limits<std::size_t>::max();  // it has not returned
+  std::size_t number = 0;                                                          // of the block in its pass, from 1
   const void* module = nullptr;
   const std::type_info* type = nullptr;
 
@@ -140,12 +163,17 @@ class BlockCall {
 
 template <class Block, class... Inputs>
 class TypedCall final : public BlockCall {
+  static_assert((!is_view_type<std::decay_t<Inputs>> && ...),
+                "treadle: an input of a checkpointed block is a view (ArrayRef, span, string_view), whose elements may "
+                "be gone when the block is computed again; pass a std::vector, std::array or std::string.");
+
  public:
   /// `origin(tensor)` decides where each defined tensor of the inputs will come from, and may save it.
   template <class OriginOf>
   TypedCall(std::remove_reference_t<Block>& block, OriginOf&& origin, std::remove_reference_t<Inputs>&... given)
       : block_(block), arguments_(given...) {
     type = &typeid(std::decay_t<Block>);
+    may_throw = !is_noexcept();
     visit_tensors(arguments_, [&](at::Tensor& tensor) {
       origins.push_back(tensor.defined() ? origin(*this, tensor) : Origin{});
       tensor.reset();
@@ -165,6 +193,13 @@ class TypedCall final : public BlockCall {
   }
 
  private:
+  // An exception that ends a recompute would end the program there.
+  static constexpr bool is_noexcept() {
+    if constexpr (requires(std::decay_t<Block> & b, Inputs && ... inputs) { b(std::forward<Inputs>(inputs)...); })
+      return std::is_nothrow_invocable_v<std::decay_t<Block>&, Inputs...>;
+    else
+      return false;
+  }
   // As an lvalue or rvalue, like the input that it stands for; arrays have become pointers.
   template <class Input, class Stored>
   static decltype(auto) as_given(Stored& stored) {

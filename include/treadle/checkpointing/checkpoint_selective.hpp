@@ -5,7 +5,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <atomic>
+#include <cstddef>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,7 +15,7 @@
 
 #include "treadle/axis.hpp"
 #include "treadle/checkpointing/regions.hpp"
-#include "treadle/checkpointing/segments.hpp"
+#include "treadle/checkpointing/subject.hpp"
 #include "treadle/error.hpp"
 #include "treadle/invoke_block.hpp"
 #include "treadle/runtime/glob.hpp"
@@ -50,6 +50,7 @@ struct CheckpointSelective {
 class CheckpointSelective::State {
   struct Pass {
     std::shared_ptr<detail::RegionOutputs> outputs = std::make_shared<detail::RegionOutputs>();
+    std::shared_ptr<const detail::ModelFacts> model{};  // that it runs with
     bool open = false;
   };
 
@@ -62,7 +63,7 @@ class CheckpointSelective::State {
 
   template <class Block, class... Inputs>
   auto operator()(Block&& block, Inputs&&... inputs) {
-    const Scope scope(*this);
+    const Scope scope(*this, nullptr);
     return invoke_block(std::forward<Block>(block), std::forward<Inputs>(inputs)...);
   }
   /// The region's result; its name is one of `regions`, or it is called plainly.
@@ -72,16 +73,17 @@ class CheckpointSelective::State {
       return invoke_block(std::forward<Region>(region), std::forward<Inputs>(inputs)...);
     subject_.note_use();
     auto& pass = passes_.here();
-    auto frame = std::make_shared<detail::Frame>(subject_.policy(), subject_.names(), std::string(name));
+    auto frame = std::make_shared<detail::Frame>(subject_.policy(), pass.model ? pass.model : subject_.attached(),
+                                                 std::string(name));
+    std::shared_ptr<detail::BlockCall> call;
     std::vector<const void*> taken;  // memory that a result may only show again
     (detail::visit_tensors(inputs, [&](const at::Tensor& tensor) { taken.push_back(memory_of(tensor)); }), ...);
-    auto result = frame->forward(0, subject_.device(), subject_.state_of(region), std::forward<Region>(region),
-                                 std::forward<Inputs>(inputs)...);
+    auto result = frame->forward(call, 0, subject_, std::forward<Region>(region), std::forward<Inputs>(inputs)...);
     std::size_t position = 0;
     detail::visit_tensors(result, [&](const at::Tensor& tensor) {
       const auto* memory = memory_of(tensor);
       if (memory && pass.open && std::ranges::find(taken, memory) == taken.end())
-        pass.outputs->add(frame, position, tensor);
+        pass.outputs->add(frame, call, position, tensor);
       ++position;
     });
     return result;
@@ -91,10 +93,11 @@ class CheckpointSelective::State {
   void attach(Model& model, at::Device device, const BufferList& buffers) {
     subject_.attach(model, device, buffers);
   }
-  /// Held over an objective, whose operations it watches.
-  auto pass() {
+  /// Held over an objective that is called with `model`, whose operations it watches.
+  template <class Model>
+  [[nodiscard]] auto pass(Model& model) {
     subject_.note_pass();
-    return Scope(*this);
+    return Scope(*this, subject_.facts_of(model));
   }
   /// Whether what runs now has run before, and must leave no second trace.
   static bool is_repeating() { return detail::is_recomputing(); }
@@ -106,8 +109,9 @@ class CheckpointSelective::State {
   /// Watches what is saved on this thread, unless a scope around it does, or nothing will be differentiated.
   class Scope {
    public:
-    explicit Scope(State& state) : pass_(state.passes_.here()) {
+    Scope(State& state, std::shared_ptr<const detail::ModelFacts> model) : pass_(state.passes_.here()) {
       if (pass_.open || !at::GradMode::is_enabled() || detail::is_recomputing()) return;
+      pass_.model = std::move(model);
       hooks_.emplace(pass_.outputs.get());
       pass_.open = opened_ = true;
     }
@@ -116,6 +120,7 @@ class CheckpointSelective::State {
     ~Scope() {
       if (!opened_) return;
       pass_.outputs->clear();
+      pass_.model.reset();
       pass_.open = false;
     }
 

@@ -26,7 +26,7 @@ concept checkpointing_policy = policy_of<P, axis::Checkpointing> &&
   {typename P::State(policy)};
   state.attach(model, x.device(), buffers);  // once, before the first step
   state.begin_step();                        // before a window's first micro-batch
-  state.pass();                              // what it returns is held over each call of the objective
+  state.pass(model);  // what it returns is held over each call of the objective, which gets this model or replica
   {
     state([](const at::Tensor& y) { return y; }, x)
     } -> std::convertible_to<at::Tensor>;

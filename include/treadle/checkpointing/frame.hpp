@@ -24,25 +24,26 @@
 #include "treadle/checkpointing/block_call.hpp"
 #include "treadle/checkpointing/hook_engine.hpp"
 #include "treadle/checkpointing/saved_tensor.hpp"
+#include "treadle/checkpointing/streams.hpp"
+#include "treadle/checkpointing/subject.hpp"
 #include "treadle/checkpointing/surroundings.hpp"
-#include "treadle/error.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
 namespace detail {
 
-/// Names of a model's modules, by what identifies them.
-using ModuleNames = std::unordered_map<const void*, std::string>;
-
 /// Ends a recompute that has all it needs. No std::exception, which a block might catch.
 struct [[gnu::visibility("default")]] EnoughRecomputed{};
 
-/// Calls made under one set of hooks. Saved tensors are numbered in the order of saving; their hooks keep the frame
-/// alive, and nothing else does once the forward pass is over.
+/// Calls made under one set of hooks. Saved tensors are numbered in the order of saving.
+///
+/// Once the forward pass is over the hooks alone keep things alive: each the frame, the call that saved its tensor, and
+/// those before. So no call is kept by the graph of an earlier one, which its function object may hold a part of, and
+/// nothing holds itself.
 class Frame final : public HookSource, public std::enable_shared_from_this<Frame> {
  public:
-  Frame(const char* policy, std::shared_ptr<const ModuleNames> names, std::string region = {})
-      : policy_(policy), names_(std::move(names)), region_(std::move(region)) {}
+  Frame(const char* policy, std::shared_ptr<const ModelFacts> model, std::string region = {})
+      : policy_(policy), model_(std::move(model)), region_(std::move(region)) {}
   Frame(const Frame&) = delete;
   Frame& operator=(const Frame&) = delete;
 
@@ -52,10 +53,10 @@ class Frame final : public HookSource, public std::enable_shared_from_this<Frame
   void close() { closed_ = true; }
   bool saved_anything() const { return !slots_.empty(); }
 
-  /// Calls a block under the frame's hooks. Its inputs are saved for the hooks outside of it, outputs of the frame's
-  /// earlier calls excepted.
+  /// Calls a block under the frame's hooks, and shares the call. Its inputs are saved for the hooks outside of it,
+  /// outputs of the frame's earlier calls excepted.
   template <class Block, class... Inputs>
-  auto forward(std::size_t number, std::optional<at::Device> device, const BlockState& state, Block&& block,
+  auto forward(std::shared_ptr<BlockCall>& call, std::size_t number, const CheckpointSubject& subject, Block&& block,
                Inputs&&... inputs);
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
@@ -95,12 +96,13 @@ class Frame final : public HookSource, public std::enable_shared_from_this<Frame
   at::Tensor take(std::size_t index);
   void recompute(int task);
   bool wants_outputs() const;
-  void keep_outputs();
+  void keep_outputs(const BlockCall& call);
   void drop_values();
-  void take_inputs();
+  void take_inputs(BlockCall& call);
   void run(Refill& refill);
   Origin origin_of(BlockCall& call, const at::Tensor& tensor);
   std::string name() const;
+  [[noreturn, gnu::cold]] void refuse_change(bool of_model) const;
   [[noreturn, gnu::cold]] void refuse_write() const;
   [[noreturn, gnu::cold]] void refuse(const std::string& what, const std::string& advice) const;
 
@@ -111,10 +113,11 @@ class Frame final : public HookSource, public std::enable_shared_from_this<Frame
   };
 
   const char* policy_;
-  std::shared_ptr<const ModuleNames> names_;
+  std::shared_ptr<const ModelFacts> model_;
   std::string region_;
   std::vector<Output> outputs_;
-  std::vector<std::unique_ptr<BlockCall>> calls_;
+  std::vector<std::weak_ptr<BlockCall>> calls_;
+  std::vector<c10::Stream> streams_;  // of the first call, on which recomputes run
   std::vector<Produced> produced_;
   std::vector<Slot> slots_;
   std::size_t running_ = 0;  // which call a recompute is in
@@ -127,7 +130,7 @@ class Frame final : public HookSource, public std::enable_shared_from_this<Frame
 /// The hooks of one saved tensor of the forward pass.
 class Frame::Holder final : public torch::autograd::SavedVariableHooks {
  public:
-  explicit Holder(std::shared_ptr<Frame> frame) : frame_(std::move(frame)) {}
+  explicit Holder(std::shared_ptr<Frame> frame) : frame_(std::move(frame)), call_(frame_->calls_.back().lock()) {}
   Holder(const Holder&) = delete;
   Holder& operator=(const Holder&) = delete;
   ~Holder() override {
@@ -141,71 +144,9 @@ class Frame::Holder final : public torch::autograd::SavedVariableHooks {
 
  private:
   std::shared_ptr<Frame> frame_;
+  std::shared_ptr<BlockCall> call_;
   std::size_t index_ = 0;
   bool packed_ = false;
-};
-
-/// The hooks of a recompute, which bring what is saved to its slot.
-class Frame::Refill final : public HookSource {
- public:
-  explicit Refill(Frame& frame) : frame_(frame) {
-    for (std::size_t i = 0; i < frame.slots_.size(); ++i)
-      if (frame.slots_[i].needed && !frame.slots_[i].kept.defined()) end_ = i + 1;
-    stops_ = !frame.wants_outputs();
-  }
-
-  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
-    if (torch::autograd::get_current_graph_task_id() != around_) return nullptr;
-    return std::make_unique<Keeper>(*this);
-  }
-  std::size_t saved() const { return next_; }
-  std::size_t wanted() const { return end_; }
-  const std::string& mismatch() const { return mismatch_; }
-
- private:
-  // Backward passes within a block find what they need here.
-  class Keeper final : public torch::autograd::SavedVariableHooks {
-   public:
-    explicit Keeper(Refill& refill) : refill_(&refill) {}
-    void call_pack_hook(const at::Tensor& tensor) override {
-      kept_ = kept_form(tensor);
-      refill_->save(tensor);
-    }
-    at::Tensor call_unpack_hook() override { return kept_; }
-
-   private:
-    Refill* refill_;
-    at::Tensor kept_;
-  };
-
-  void save(const at::Tensor& tensor) {
-    if (next_ >= end_) return;  // the block caught EnoughRecomputed and goes on
-    Slot& slot = frame_.slots_[next_];
-    if (slot.dtype != tensor.scalar_type() || slot.device != tensor.device() ||
-        !std::ranges::equal(slot.sizes, tensor.sizes()) || (slot.kept.defined() && !slot.kept.is_alias_of(tensor))) {
-      mismatch_ = "saved tensor " + std::to_string(next_ + 1) + " was " +
-                  describe(slot.dtype, slot.sizes, slot.device) + " and is " +
-                  describe(tensor.scalar_type(), tensor.sizes(), tensor.device());
-      if (slot.kept.defined()) mismatch_ += " (of a parameter, which must be the same one)";
-      end_ = 0;
-      throw EnoughRecomputed{};
-    }
-    if (slot.needed && !slot.kept.defined()) {
-      slot.value = tensor.detach();
-      slot.version = static_cast<std::int64_t>(slot.value._version());
-    }
-    if (++next_ == end_ && stops_) throw EnoughRecomputed{};
-  }
-  static std::string describe(at::ScalarType dtype, at::IntArrayRef sizes, at::Device device) {
-    return std::string(c10::toString(dtype)) + c10::str(sizes) + " on " + device.str();
-  }
-
-  Frame& frame_;
-  int around_ = torch::autograd::get_current_graph_task_id();
-  std::size_t next_ = 0;
-  std::size_t end_ = 0;
-  bool stops_ = true;  // once the last slot is filled
-  std::string mismatch_;
 };
 
 /// What a backward pass within a block saves, for another one through it, is kept: on CUDA it would be saved on another
@@ -237,49 +178,54 @@ inline void Frame::release(std::size_t index) {
 inline Origin Frame::origin_of(BlockCall& call, const at::Tensor& tensor) {
   for (const auto& produced : produced_)
     if (produced.impl._unsafe_get_target() == tensor.unsafeGetTensorImpl() &&
-        produced.version == static_cast<std::int64_t>(tensor._version())) {
-      calls_[produced.origin.call]->keeps_outputs = true;
-      return produced.origin;
-    }
+        produced.version == static_cast<std::int64_t>(tensor._version()))
+      if (const auto earlier = calls_[produced.origin.call].lock()) {
+        earlier->keeps_outputs = true;
+        return produced.origin;
+      }
   // Without its graph, which may come from this frame's earlier calls and would keep itself alive.
   call.saved.emplace_back(tensor.is_leaf() ? tensor : tensor.detach(), /*is_output=*/false);
   return {Origin::Kind::Saved, 0, call.saved.size() - 1, tensor.requires_grad()};
 }
 
 template <class Block, class... Inputs>
-auto Frame::forward(std::size_t number, std::optional<at::Device> device, const BlockState& state, Block&& block,
-                    Inputs&&... inputs) {
-  std::vector<at::Device> devices;
-  const auto add_device = [&](at::Device one) {
-    if (one.is_cuda() && std::ranges::find(devices, one) == devices.end()) devices.push_back(one);
-  };
-  if (device) add_device(*device);
-  auto call = std::make_unique<TypedCall<Block, Inputs...>>(
+auto Frame::forward(std::shared_ptr<BlockCall>& call, std::size_t number, const CheckpointSubject& subject,
+                    Block&& block, Inputs&&... inputs) {
+  const BlockState state = subject.state_of(block, model_);
+  DeviceList devices;
+  auto made = std::make_shared<TypedCall<Block, Inputs...>>(
       block,
-      [&](BlockCall& made, const at::Tensor& tensor) {
-        add_device(tensor.device());
-        return origin_of(made, tensor);
+      [&](BlockCall& self, const at::Tensor& tensor) {
+        devices.add(tensor);
+        return origin_of(self, tensor);
       },
       inputs...);
+  call = made;
+  for (const auto* tensors : {&*state.weights, &*state.buffers})
+    for (const auto& tensor : *tensors) devices.add(tensor);
+  if (devices.list().empty()) subject.add_current_device(devices);
   call->number = number;
-  call->module = identity_of(module_of(call->block()));
-  call->surroundings.emplace(devices, state);
+  call->module = identity_of(module_of(made->block()));
+  call->surroundings.emplace(devices.list(), state);
+  call->first_slot = slots_.size();
+  for (auto last = calls_.rbegin(); last != calls_.rend() && !call->before; ++last) call->before = last->lock();
   running_ = calls_.size();
   around_ = torch::autograd::get_current_graph_task_id();
-  auto& typed = *call;
+  if (calls_.empty()) streams_ = streams_here(devices.list());
   {
     const std::lock_guard lock(mutex_);
-    calls_.push_back(std::move(call));
+    calls_.push_back(call);
   }
   auto result = [&] {
     const HookScope hooks(this);
     if constexpr (std::is_lvalue_reference_v<Block>)
       return invoke_block(block, std::forward<Inputs>(inputs)...);
     else
-      return invoke_block(typed.block(), std::forward<Inputs>(inputs)...);
+      return invoke_block(made->block(), std::forward<Inputs>(inputs)...);
   }();
-  typed.surroundings->note_end();
-  if (typed.surroundings->buffer_written()) refuse_write();
+  call->end_slot = slots_.size();
+  call->surroundings->note_end();
+  if (call->surroundings->buffer_written()) refuse_write();
   std::size_t index = 0;
   visit_tensors(result, [&](const at::Tensor& tensor) {
     if (tensor.defined())
@@ -294,5 +240,3 @@ auto Frame::forward(std::size_t number, std::optional<at::Device> device, const 
 }  // namespace detail
 }  // namespace v0_1
 }  // namespace treadle
-
-#include "treadle/checkpointing/frame_backward.hpp"

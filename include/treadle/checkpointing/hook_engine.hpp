@@ -3,9 +3,12 @@
 // asks of it.
 #pragma once
 
+#include <c10/core/Device.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include <array>
+#include <cstddef>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -52,10 +55,10 @@ class [[gnu::visibility("default")]] HookEngine : public torch::autograd::Engine
     return depth;
   }
 
-  /// Held while a recompute replays the CPU's generator.
-  virtual std::recursive_mutex& random_mutex() {
-    static std::recursive_mutex mutex;
-    return mutex;
+  /// Held while a recompute replays the default generator of `device`, which all threads share.
+  virtual std::recursive_mutex& random_mutex(at::Device device) {
+    static std::array<std::recursive_mutex, 129> mutexes;  // one for the CPU, and for each index that a device can have
+    return mutexes.at(device.is_cpu() ? 0 : static_cast<std::size_t>(device.index()) + 1);
   }
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {

@@ -37,8 +37,11 @@ struct NoCheckpointing {
     template <class Model, class Device, class Buffers>
     void attach(Model&, Device, const Buffers&) const {}
     void begin_step() const {}
-    /// Held over each call of the objective.
-    NoGuard pass() const { return {}; }
+    /// Held over each call of the objective, which gets this model: the trainer's, or a replica of it.
+    template <class Model>
+    [[nodiscard]] NoGuard pass(Model&) const {
+      return {};
+    }
     /// After a window's last backward pass.
     void end_step() const {}
     /// Forgets an open window.

@@ -3,26 +3,24 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/Event.h>
-#include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <limits>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <string>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "treadle/axis.hpp"
+#include "treadle/checkpointing/frame_backward.hpp"
+#include "treadle/checkpointing/offload_clock.hpp"
 #include "treadle/checkpointing/offload_link.hpp"
-#include "treadle/checkpointing/segments.hpp"
+#include "treadle/checkpointing/subject.hpp"
 #include "treadle/error.hpp"
 #include "treadle/invoke_block.hpp"
 
@@ -31,10 +29,11 @@ inline namespace v0_1 {
 namespace checkpointing {
 
 /// Keeps what the blocks `step.checkpoint(block, x...)` save in pinned host memory, and fetches it ahead of the
-/// backward pass. Parameters and what is saved outside of blocks stay.
+/// backward pass. Weights, buffers, block inputs that have no graph (data) and what is saved outside of blocks stay.
 ///
 /// The first blocks of a pass go first, until the budget is used up; by default it is what the link, measured when the
-/// trainer is made, carries in the time of a forward pass. The first pass, which is not yet measured, sends everything.
+/// trainer is made, carries in the time of a forward pass less its waits for the link. The first passes, which are not
+/// yet measured, send everything.
 struct OffloadActivations {
   using policy_axis = axis::Checkpointing;
   static constexpr bool recomputes = true;
@@ -59,10 +58,14 @@ struct OffloadActivations {
 class OffloadActivations::State {
   struct Pass {
     std::shared_ptr<detail::OffloadLink> link;
-    std::optional<c10::Stream> copies;
+    std::optional<detail::OffloadStreams> streams;
+    std::shared_ptr<const detail::ModelFacts> model;
+    detail::ForwardClock clock;
+    bool timed = false;
     bool scoped = false;
     int depth = 0;
     std::size_t blocks = 0;
+    std::atomic<std::int64_t> sent = 0;
   };
 
  public:
@@ -84,14 +87,19 @@ class OffloadActivations::State {
     if (!nested) {
       if (!pass.link || (!pass.scoped && pass.link->has_fetched())) begin(pass, device_of(inputs...));
       link = pass.link;
+      // Data, which its owner keeps.
+      const auto stays = [&](const at::Tensor& tensor) {
+        if (tensor.defined() && !tensor.requires_grad()) link->keep(tensor);
+      };
+      (detail::visit_tensors(inputs, stays), ...);
       hooks.emplace(link.get());
       ++pass.blocks;
     }
     const detail::DepthScope deeper(pass.depth);
     if (!policy_.recompute_blocks) return invoke_block(block, std::forward<Inputs>(inputs)...);
-    auto frame = std::make_shared<detail::Frame>(subject_.policy(), subject_.names());
-    return frame->forward(pass.blocks, subject_.device(), subject_.state_of(block), std::forward<Block>(block),
-                          std::forward<Inputs>(inputs)...);
+    auto frame = std::make_shared<detail::Frame>(subject_.policy(), pass.model ? pass.model : subject_.attached());
+    std::shared_ptr<detail::BlockCall> call;
+    return frame->forward(call, pass.blocks, subject_, std::forward<Block>(block), std::forward<Inputs>(inputs)...);
   }
   template <class Region, class... Inputs>
   decltype(auto) cheap(std::string_view /*name*/, Region&& region, Inputs&&... inputs) {
@@ -101,30 +109,26 @@ class OffloadActivations::State {
   template <class Model>
   void attach(Model& model, at::Device device, const BufferList& buffers) {
     subject_.attach(model, device, buffers);
-    if (device.is_cuda()) bandwidth_ = measure(device);
+    if (device.is_cuda()) bandwidth_ = detail::measure_link(device);
   }
-  /// Held over an objective.
-  auto pass() {
+  /// Held over an objective that is called with `model`.
+  template <class Model>
+  [[nodiscard]] auto pass(Model& model) {
     struct Scope {
       State& state;
       Pass& pass;
-      explicit Scope(State& s) : state(s), pass(s.passes_.here()) {
+      int exceptions = std::uncaught_exceptions();
+      Scope(State& s, std::shared_ptr<const detail::ModelFacts> facts) : state(s), pass(s.passes_.here()) {
         pass.link.reset();
         state.subject_.note_pass();
         pass.scoped = true;
-        state.clock_.start(state.subject_.device(), state.budgets());
+        pass.model = std::move(facts);
       }
       Scope(const Scope&) = delete;
       Scope& operator=(const Scope&) = delete;
-      ~Scope() {
-        state.clock_.stop();
-        if (pass.link) state.sent_ = pass.link->bytes();
-        pass.link.reset();
-        pass.scoped = false;
-        pass.blocks = 0;
-      }
+      ~Scope() { state.end(pass, std::uncaught_exceptions() == exceptions); }
     };
-    return Scope(*this);
+    return Scope(*this, subject_.facts_of(model));
   }
   /// Whether what runs now has run before, and must leave no second trace.
   static bool is_repeating() { return detail::is_recomputing(); }
@@ -132,60 +136,29 @@ class OffloadActivations::State {
   void end_step() const { subject_.require_use("step.checkpoint(block, x)"); }
   void reset() {}
 
-  /// Bytes that left the device in the last forward pass.
-  std::int64_t offloaded_bytes() const { return sent_; }
-  /// Bytes that may leave it in one; the largest number while there is no limit, or none is known yet.
+  /// Bytes that left the device, or devices, in the last forward pass.
+  std::int64_t offloaded_bytes() const {
+    std::int64_t sum = 0;
+    passes_.for_each([&](const Pass& pass) { sum += pass.sent; });
+    return sum;
+  }
+  /// Bytes that may leave a device in one; the largest number while there is no limit, or none is known yet.
   std::int64_t budget_bytes() const {
+    std::int64_t least = std::numeric_limits<std::int64_t>::max();
     if (policy_.budget_bytes) return *policy_.budget_bytes;
-    const double seconds = clock_.seconds();
-    if (bandwidth_ <= 0 || seconds <= 0) return std::numeric_limits<std::int64_t>::max();
-    return static_cast<std::int64_t>(bandwidth_ * seconds);
+    passes_.for_each([&](const Pass& pass) { least = std::min(least, budget_of(pass)); });
+    return least;
   }
   /// Bytes a second from the device to pinned memory; 0 on a CPU.
   double bandwidth() const { return bandwidth_; }
 
  private:
-  /// How long a forward pass takes on the device: the shortest of the first ones, without waiting for any.
-  class Clock {
-   public:
-    void start(std::optional<at::Device> device, bool wanted) {
-      const std::lock_guard lock(mutex_);
-      if (!wanted || !device || !device->is_cuda() || passes_ >= 8) return;
-      if (ended_ && began_ && began_->query() && ended_->query()) {
-        const double seconds = began_->elapsedTime(*ended_) / 1e3;
-        // The first pass allocates its pinned memory.
-        if (++passes_ > 1) seconds_ = seconds_ > 0 ? std::min(seconds_, seconds) : seconds;
-      } else if (began_) {
-        return;  // not over yet
-      }
-      device_ = *device;
-      ended_.reset();
-      began_.emplace(device->type(), c10::EventFlag::BACKEND_DEFAULT);
-      began_->record(stream());
-    }
-    void stop() {
-      const std::lock_guard lock(mutex_);
-      if (!began_ || ended_) return;
-      ended_.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
-      ended_->record(stream());
-    }
-    double seconds() const {
-      const std::lock_guard lock(mutex_);
-      return seconds_;
-    }
-
-   private:
-    c10::Stream stream() const { return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_); }
-
-    mutable std::mutex mutex_;
-    at::Device device_{at::kCPU};
-    std::optional<c10::Event> began_;
-    std::optional<c10::Event> ended_;
-    int passes_ = 0;
-    double seconds_ = 0;
-  };
-
-  bool budgets() const { return !policy_.budget_bytes && bandwidth_ > 0; }
+  std::int64_t budget_of(const Pass& pass) const {
+    if (policy_.budget_bytes) return *policy_.budget_bytes;
+    const double seconds = pass.clock.seconds();
+    if (bandwidth_ <= 0 || seconds <= 0) return std::numeric_limits<std::int64_t>::max();
+    return static_cast<std::int64_t>(bandwidth_ * seconds);
+  }
   /// That of the block's inputs: replicas of one model live on several.
   template <class... Inputs>
   std::optional<at::Device> device_of(const Inputs&... inputs) const {
@@ -196,37 +169,41 @@ class OffloadActivations::State {
     (detail::visit_tensors(inputs, look), ...);
     return found ? found : subject_.device();
   }
+  /// At the first block of a pass.
   void begin(Pass& pass, std::optional<at::Device> device) {
-    if (device && device->is_cuda() && (!pass.copies || pass.copies->device() != *device))
-      pass.copies = c10::impl::VirtualGuardImpl(device->type()).getStreamFromGlobalPool(*device);
-    pass.link = std::make_shared<detail::OffloadLink>(
-        detail::OffloadLimits{policy_.min_bytes, budget_bytes(), policy_.in_flight_bytes}, pass.copies);
-  }
-  /// Waits for the device, once, when the trainer is made.
-  static double measure(at::Device device) {
-    constexpr std::int64_t bytes = std::int64_t{64} << 20;
-    const auto from = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
-    auto to = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
-    const auto stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-    double best = 0;
-    for (int i = 0; i < 3; ++i) {
-      c10::Event began(device.type(), c10::EventFlag::BACKEND_DEFAULT);
-      c10::Event ended(device.type(), c10::EventFlag::BACKEND_DEFAULT);
-      began.record(stream);
-      to.copy_(from, /*non_blocking=*/true);
-      ended.record(stream);
-      ended.synchronize();
-      best = std::max(best, static_cast<double>(bytes) / (began.elapsedTime(ended) / 1e3));
+    if (device && device->is_cuda() && (!pass.streams || pass.streams->out.device() != *device)) {
+      const c10::impl::VirtualGuardImpl guard(device->type());
+      pass.streams = {guard.getStreamFromGlobalPool(*device), guard.getStreamFromGlobalPool(*device)};
     }
-    return best;
+    pass.link = std::make_shared<detail::OffloadLink>(
+        detail::OffloadLimits{policy_.min_bytes, budget_of(pass), policy_.in_flight_bytes}, pass.streams);
+    if (const auto& model = pass.model ? pass.model : subject_.attached()) {
+      for (const auto& weight : model->weights) pass.link->keep(weight);
+      for (const auto& buffer : model->buffers) pass.link->keep(buffer);
+    }
+    pass.timed = pass.scoped && !policy_.budget_bytes && bandwidth_ > 0 && pass.streams && pass.clock.start(*device);
+    if (pass.timed) pass.link->time_stalls();
+  }
+  void end(Pass& pass, bool whole) noexcept {
+    if (pass.link) {
+      pass.sent = pass.link->bytes();
+      auto stalls = pass.link->take_stalls();
+      try {
+        if (pass.timed) pass.clock.stop(whole, pass.streams->out.device(), pass.link->offered(), std::move(stalls));
+      } catch (...) {  // the device has failed, which the next operation tells
+      }
+    }
+    pass.link.reset();
+    pass.model.reset();
+    pass.timed = false;
+    pass.scoped = false;
+    pass.blocks = 0;
   }
 
   OffloadActivations policy_;
   detail::CheckpointSubject subject_;
-  detail::EachThread<Pass> passes_;
-  Clock clock_;
+  mutable detail::EachThread<Pass> passes_;
   double bandwidth_ = 0;
-  std::atomic<std::int64_t> sent_ = 0;
 };
 
 }  // namespace checkpointing

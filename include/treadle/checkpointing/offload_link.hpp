@@ -9,7 +9,6 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/TensorImpl.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/intrusive_ptr.h>
 
@@ -23,76 +22,77 @@
 #include <vector>
 
 #include "treadle/checkpointing/hook_engine.hpp"
+#include "treadle/checkpointing/offload_clock.hpp"
+#include "treadle/checkpointing/offloaded_memory.hpp"
 #include "treadle/checkpointing/saved_tensor.hpp"
+#include "treadle/checkpointing/streams.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
 namespace detail {
 
-struct OffloadLimits {
-  std::int64_t smallest;   // bytes of memory that are worth a copy
-  std::int64_t budget;     // bytes that may leave the device in one pass
-  std::int64_t in_flight;  // bytes that wait for their copy, or are fetched ahead
-};
-
-/// The memory of one saved tensor, or of several that share it, on the host.
-struct OffloadedMemory {
-  at::Tensor host;
-  at::Device device{at::kCPU};
-  at::Tensor back{};  // on the device again
-  std::optional<c10::Event> arrived{};
-  std::int64_t bytes = 0;
-  std::size_t number = 0;  // in the order of saving
-  int users = 0;
-  int pending = 0;  // users that have not taken it since it is back
-
-  OffloadedMemory() = default;
-  OffloadedMemory(const OffloadedMemory&) = delete;
-  OffloadedMemory& operator=(const OffloadedMemory&) = delete;
-  ~OffloadedMemory() { release(); }
-  /// Lets go of the copy on the device, which may still be written.
-  void release() {
-    if (back.defined() && arrived) arrived->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    back.reset();
-  }
-};
-
-/// What one forward pass sends to the host. Copies run on a stream of their own; the memory of a tensor is let go once
+/// What one forward pass sends to the host. Copies run on streams of their own; the memory of a tensor is let go once
 /// its copy has been waited for on the device, so that the host waits for nothing and the allocator may use it again.
 ///
 /// On a CPU both ways are plain copies.
 class OffloadLink final : public HookSource, public std::enable_shared_from_this<OffloadLink> {
  public:
-  OffloadLink(const OffloadLimits& limits, std::optional<c10::Stream> copies) : limits_(limits), copies_(copies) {}
+  OffloadLink(const OffloadLimits& limits, const std::optional<OffloadStreams>& streams)
+      : limits_(limits), streams_(streams) {}
   OffloadLink(const OffloadLink&) = delete;
   OffloadLink& operator=(const OffloadLink&) = delete;
-  ~OffloadLink() { let_go(0); }
+  ~OffloadLink() {
+    try {
+      let_go(0);
+    } catch (...) {  // the device has failed, and nothing is reused
+    }
+  }
+
+  /// Notes memory that lives on anyway, so that sending it would free nothing.
+  void keep(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.has_storage()) return;
+    stays_.try_emplace(tensor.storage().unsafeGetStorageImpl(), Weak(tensor.storage().getWeakStorageImpl()));
+  }
+  void time_stalls() { times_stalls_ = true; }
+  std::vector<TimedSpan> take_stalls() {
+    times_stalls_ = false;
+    return std::move(stalls_);
+  }
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
     return std::make_unique<Hooks>(shared_from_this());
   }
   std::int64_t bytes() const { return bytes_; }
+  /// Those that would have gone with a larger budget included.
+  std::int64_t offered() const { return offered_; }
   /// Whether a backward pass has begun.
   bool has_fetched() const { return has_fetched_; }
 
  private:
+  using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
   struct InFlight {
     at::Tensor flat;
+    std::weak_ptr<OffloadedMemory> memory;
+    c10::Stream home;  // on which it was computed, and its memory is used again
     c10::Event copied;
     std::int64_t bytes;
   };
   struct Known {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // so that no other memory gets its address
+    Weak storage;  // so that no other memory gets its address
     std::weak_ptr<OffloadedMemory> memory;
     at::ScalarType dtype;
     std::int64_t version;
+    bool offered;
   };
 
   bool takes(const at::Tensor& tensor) const {
     if (!tensor.has_storage() || tensor.layout() != at::kStrided || tensor.is_conj() || tensor.is_neg() ||
-        tensor.is_quantized() || is_parameter(tensor) || is_view_of_parameter(tensor))
+        tensor.is_quantized() || is_parameter(tensor) || is_view_of_parameter(tensor) ||
+        stays_.contains(tensor.storage().unsafeGetStorageImpl()))
       return false;
-    return copies_ ? tensor.device() == copies_->device() : tensor.is_cpu();
+    // Without a graph it may be a part of something large, such as a dataset, that all of would go.
+    if (!tensor.requires_grad() && 2 * tensor.nbytes() < tensor.storage().nbytes()) return false;
+    return streams_ ? tensor.device() == streams_->out.device() : tensor.is_cpu();
   }
 
   /// The memory of `tensor` on the host; null where it stays.
@@ -101,11 +101,16 @@ class OffloadLink final : public HookSource, public std::enable_shared_from_this
     if (!takes(tensor)) return nullptr;
     const auto* storage = tensor.storage().unsafeGetStorageImpl();
     const auto bytes = static_cast<std::int64_t>(tensor.storage().nbytes());
+    if (bytes < limits_.smallest) return nullptr;
     const auto version = static_cast<std::int64_t>(tensor._version());
-    if (const auto known = known_.find(storage);
-        known != known_.end() && known->second.version == version && known->second.dtype == tensor.scalar_type())
-      if (auto memory = known->second.memory.lock()) return ++memory->users, memory;
-    if (bytes < limits_.smallest || bytes_ + bytes > limits_.budget) return nullptr;
+    const auto fresh = [&] {
+      return Known{Weak(tensor.storage().getWeakStorageImpl()), {}, tensor.scalar_type(), version, false};
+    };
+    auto& known = known_.try_emplace(storage, fresh()).first->second;
+    if (known.version != version || known.dtype != tensor.scalar_type()) known = fresh();
+    if (auto memory = known.memory.lock()) return ++memory->users, memory;
+    if (!std::exchange(known.offered, true)) offered_ += bytes;
+    if (bytes_ + bytes > limits_.budget) return nullptr;
     const auto flat = at::empty({0}, tensor.options())
                           .set_(tensor.storage(), 0, {bytes / static_cast<std::int64_t>(tensor.element_size())}, {1});
     auto memory = std::make_shared<OffloadedMemory>();
@@ -113,22 +118,23 @@ class OffloadLink final : public HookSource, public std::enable_shared_from_this
     memory->bytes = bytes;
     memory->number = order_.size();
     memory->users = 1;
-    if (copies_) {
+    if (streams_) {
       memory->host = at::empty(flat.sizes(), flat.options().device(at::kCPU).pinned_memory(true));
+      const auto home = stream_here(flat.device());
+      copy_after(home, streams_->out, [&] { memory->host.copy_(flat, /*non_blocking=*/true); });
       c10::Event copied(at::kCUDA);
-      between(flat.device(), [&] { memory->host.copy_(flat, /*non_blocking=*/true); });
-      copied.record(*copies_);
+      copied.record(streams_->out);
+      memory->leaving = flat;
+      memory->home = home;
       flying_ += bytes;
-      in_flight_.push_back({flat, std::move(copied), bytes});
+      in_flight_.push_back({flat, memory, home, std::move(copied), bytes});
       let_go(limits_.in_flight);
     } else {
       memory->host = flat.clone();
     }
     bytes_ += bytes;
     order_.push_back(memory);
-    known_.insert_or_assign(
-        storage, Known{c10::weak_intrusive_ptr<c10::StorageImpl>(tensor.storage().getWeakStorageImpl()), memory,
-                       tensor.scalar_type(), version});
+    known.memory = memory;
     return memory;
   }
 
@@ -136,7 +142,7 @@ class OffloadLink final : public HookSource, public std::enable_shared_from_this
   at::Tensor fetch(OffloadedMemory& memory) {
     const std::lock_guard lock(mutex_);
     has_fetched_ = true;
-    let_go(0);
+    let_go(limits_.in_flight);
     bring(memory);
     std::int64_t ahead = 0;
     for (std::size_t i = memory.number; i-- > 0 && ahead < limits_.in_flight;)
@@ -144,8 +150,11 @@ class OffloadLink final : public HookSource, public std::enable_shared_from_this
         bring(*next);
         ahead += next->bytes;
       }
-    if (memory.arrived) memory.arrived->block(stream(memory.device));
     auto back = memory.back;
+    if (memory.home) {
+      if (memory.arrived) memory.arrived->block(*memory.home);
+      use_here(back, {*memory.home});
+    }
     if (--memory.pending <= 0) memory.back.reset();
     return back;
   }
@@ -154,28 +163,31 @@ class OffloadLink final : public HookSource, public std::enable_shared_from_this
     if (--memory.users == 0) memory.release();
   }
 
-  static c10::Stream stream(at::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
-  /// `copy()` on the copies' stream, after everything that was queued for the device so far.
+  /// `copy()` on a stream of its own, after everything that was queued on `home` so far.
   template <class Copy>
-  void between(at::Device device, Copy&& copy) {
-    c10::Event before(at::kCUDA);
-    before.record(stream(device));
-    before.block(*copies_);
-    const c10::StreamGuard on(*copies_);
+  static void copy_after(const c10::Stream& home, const c10::Stream& own, Copy&& copy) {
+    order_streams(home, own);
+    const c10::StreamGuard on(own);
     copy();
   }
   void bring(OffloadedMemory& memory) {
     if (memory.back.defined()) return;
     const at::NoGradGuard no_grad;
     memory.pending = memory.users;
-    if (!copies_) {
+    if (!streams_) {
       memory.back = memory.host.clone();
       return;
     }
+    memory.arrived.reset();
+    if (memory.leaving.defined()) {  // it has not gone yet
+      memory.back = memory.leaving;
+      return;
+    }
+    memory.home = stream_here(memory.device);
     memory.back = at::empty(memory.host.sizes(), memory.host.options().device(memory.device).pinned_memory(false));
-    between(memory.device, [&] { memory.back.copy_(memory.host, /*non_blocking=*/true); });
+    copy_after(*memory.home, streams_->in, [&] { memory.back.copy_(memory.host, /*non_blocking=*/true); });
     memory.arrived.emplace(at::kCUDA);
-    memory.arrived->record(*copies_);
+    memory.arrived->record(streams_->in);
   }
   /// Lets go of memory that has been copied, and makes the device wait until no more than `most` bytes are under way.
   void let_go(std::int64_t most) {
@@ -183,9 +195,13 @@ class OffloadLink final : public HookSource, public std::enable_shared_from_this
       auto& oldest = in_flight_.front();
       if (!oldest.copied.query()) {
         if (flying_ <= most) return;
-        oldest.copied.block(stream(oldest.flat.device()));
+        std::optional<c10::Event> began;
+        if (times_stalls_) began = timed_event(oldest.home);
+        oldest.copied.block(oldest.home);
+        if (began) stalls_.push_back({std::move(*began), timed_event(oldest.home)});
       }
       flying_ -= oldest.bytes;
+      if (const auto memory = oldest.memory.lock()) memory->leaving.reset();
       in_flight_.pop_front();
     }
   }
@@ -230,13 +246,17 @@ class OffloadLink final : public HookSource, public std::enable_shared_from_this
   };
 
   OffloadLimits limits_;
-  std::optional<c10::Stream> copies_;
+  std::optional<OffloadStreams> streams_;
   std::mutex mutex_;
+  std::unordered_map<const c10::StorageImpl*, Weak> stays_;
   std::unordered_map<const c10::StorageImpl*, Known> known_;
   std::vector<std::weak_ptr<OffloadedMemory>> order_;
   std::deque<InFlight> in_flight_;
   std::int64_t flying_ = 0;
   std::int64_t bytes_ = 0;
+  std::int64_t offered_ = 0;
+  std::vector<TimedSpan> stalls_;
+  bool times_stalls_ = false;
   bool has_fetched_ = false;
 };
 

@@ -12,7 +12,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include "treadle/checkpointing/frame.hpp"
+#include "treadle/checkpointing/block_call.hpp"
+#include "treadle/checkpointing/frame_backward.hpp"
 #include "treadle/checkpointing/hook_engine.hpp"
 #include "treadle/checkpointing/saved_tensor.hpp"
 
@@ -24,16 +25,18 @@ namespace detail {
 /// tensors are kept as they would be without.
 class RegionOutputs final : public HookSource, public std::enable_shared_from_this<RegionOutputs> {
  public:
-  /// Remembers that `frame` has produced `tensor`, unless it lies in the memory of a parameter.
-  void add(const std::shared_ptr<Frame>& frame, std::size_t position, const at::Tensor& tensor) {
+  /// Remembers that `frame` has produced `tensor` in `call`, unless it lies in the memory of a parameter.
+  void add(const std::shared_ptr<Frame>& frame, const std::shared_ptr<BlockCall>& call, std::size_t position,
+           const at::Tensor& tensor) {
     if (!tensor.has_storage() || is_parameter(tensor) || is_view_of_parameter(tensor)) return;
     // What is gone cannot be saved any more: nothing is kept for it.
     std::erase_if(by_storage_, [](const auto& one) { return one.second.storage.expired(); });
     const auto* storage = tensor.storage().unsafeGetStorageImpl();
     const auto index = frame->add_output(position, tensor);
     by_storage_.insert_or_assign(
-        storage, Entry{c10::weak_intrusive_ptr<c10::StorageImpl>(tensor.storage().getWeakStorageImpl()), frame, index,
-                       tensor.scalar_type(), tensor.storage_offset(), static_cast<std::int64_t>(tensor._version())});
+        storage,
+        Entry{c10::weak_intrusive_ptr<c10::StorageImpl>(tensor.storage().getWeakStorageImpl()), frame, call, index,
+              tensor.scalar_type(), tensor.storage_offset(), static_cast<std::int64_t>(tensor._version())});
   }
   void clear() { by_storage_.clear(); }
 
@@ -45,6 +48,7 @@ class RegionOutputs final : public HookSource, public std::enable_shared_from_th
   struct Entry {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // so that no other memory gets its address
     std::shared_ptr<Frame> frame;
+    std::shared_ptr<BlockCall> call;  // which the frame itself does not keep
     std::size_t index;
     at::ScalarType dtype;
     std::int64_t offset;
@@ -69,6 +73,7 @@ class RegionOutputs final : public HookSource, public std::enable_shared_from_th
         return;
       }
       frame_ = entry->frame;
+      call_ = entry->call;
       index_ = entry->index;
       offset_ = tensor.storage_offset() - entry->offset;
       sizes_.assign(tensor.sizes().begin(), tensor.sizes().end());
@@ -89,6 +94,7 @@ class RegionOutputs final : public HookSource, public std::enable_shared_from_th
     at::Tensor kept_;
     std::int64_t version_ = 0;
     std::shared_ptr<Frame> frame_;
+    std::shared_ptr<BlockCall> call_;
     std::size_t index_ = 0;
     std::int64_t offset_ = 0;
     c10::SmallVector<std::int64_t, 5> sizes_;

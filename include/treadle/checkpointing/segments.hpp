@@ -2,24 +2,19 @@
 // What the policies that recompute blocks have in common: which blocks make one checkpoint, in each thread of its own.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 
 #include <atomic>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
 #include <string_view>
-#include <thread>
 #include <utility>
-#include <vector>
 
-#include "treadle/checkpointing/frame.hpp"
+#include "treadle/checkpointing/frame_backward.hpp"
 #include "treadle/checkpointing/hook_engine.hpp"
-#include "treadle/error.hpp"
+#include "treadle/checkpointing/subject.hpp"
 #include "treadle/invoke_block.hpp"
 #include "treadle/runtime/parameters.hpp"
 
@@ -27,92 +22,14 @@ namespace treadle {
 inline namespace v0_1 {
 namespace detail {
 
-/// What a checkpointing policy knows of its model, and whether it was ever used.
-class CheckpointSubject {
- public:
-  explicit CheckpointSubject(const char* policy) : policy_(policy) {}
-
-  template <class Model>
-  void attach(Model& model, at::Device device, const BufferList& buffers) {
-    HookEngine::get();  // refuses a foreign engine before the first step
-    device_ = device;
-    for (const auto& buffer : buffers) buffers_.push_back(buffer.tensor);
-    if constexpr (requires { model.named_modules(); }) {
-      auto names = std::make_shared<ModuleNames>();
-      for (const auto& item : model.named_modules())
-        if constexpr (requires { item.key(), item.value().get(); })
-          names->emplace(identity_of(item.value().get()), item.key());
-      names_ = std::move(names);
-    }
-  }
-  const char* policy() const { return policy_; }
-  std::optional<at::Device> device() const { return device_; }
-  std::shared_ptr<const ModuleNames> names() const { return names_; }
-  /// What a block may read and write: a module's own buffers and weights, else all buffers of the model.
-  template <class Block>
-  BlockState state_of(Block& block) const {
-    if constexpr (requires { module_of(block)->buffers(); }) {
-      return {module_of(block)->buffers(), module_of(block)->parameters()};
-    } else {
-      if (!device_) refuse_unknown();
-      return {buffers_, {}};
-    }
-  }
-
-  void note_pass() { passes_ = true; }
-  void note_use() { used_ = true; }
-  /// At the end of a step. Throws `ConfigError` if forward passes were made and none used the policy.
-  void require_use(const char* call) const {
-    if (passes_ && !used_) [[unlikely]]
-      throw ConfigError(std::string(policy_) + ": the objective made a step without one call of " + call +
-                        ", so that nothing would ever be recomputed; pass the model's blocks through it, or use "
-                        "checkpointing::NoCheckpointing.");
-  }
-
- private:
-  [[noreturn, gnu::cold]] void refuse_unknown() const {
-    throw ConfigError(std::string(policy_) +
-                      ": a function object was given to a state that belongs to no trainer, so that the buffers which "
-                      "it may write are unknown; pass a module or its holder, or call attach(model, device, buffers).");
-  }
-
-  const char* policy_;
-  std::optional<at::Device> device_;
-  std::vector<at::Tensor> buffers_;
-  std::shared_ptr<const ModuleNames> names_;
-  std::atomic<bool> passes_ = false;
-  std::atomic<bool> used_ = false;
-};
-
-/// One value a thread, made at its first use.
-template <class T>
-class EachThread {
- public:
-  T& here() {
-    const auto id = std::this_thread::get_id();
-    const std::lock_guard lock(mutex_);
-    for (auto& [thread, value] : values_)
-      if (thread == id) return *value;
-    return *values_.emplace_back(id, std::make_unique<T>()).second;
-  }
-  template <class F>
-  void for_each(F&& f) {
-    const std::lock_guard lock(mutex_);
-    for (auto& [thread, value] : values_) f(*value);
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<std::pair<std::thread::id, std::unique_ptr<T>>> values_;
-};
-
 /// A forward pass of one thread.
 struct ForwardPass {
   std::weak_ptr<Frame> open;  // which takes further blocks
   std::weak_ptr<Frame> last;  // that saved something
   std::size_t blocks = 0;
-  int depth = 0;        // blocks within blocks
-  bool scoped = false;  // whether the objective is known to run
+  int depth = 0;                              // blocks within blocks
+  bool scoped = false;                        // whether the objective is known to run
+  std::shared_ptr<const ModelFacts> model{};  // that it runs with
 };
 
 /// Checkpoints of `length` blocks each; 0 stands for the square root of how many blocks the pass before had.
@@ -132,13 +49,14 @@ class Segments {
     const bool nested = pass.depth > 0 || is_recomputing();
     if (!nested && !pass.scoped && (pass.last.expired() || pass.last.lock()->closed())) end(pass);
     auto frame = nested ? nullptr : pass.open.lock();
-    if (!frame || frame->closed()) frame = std::make_shared<Frame>(subject_.policy(), subject_.names());
+    if (!frame || frame->closed())
+      frame = std::make_shared<Frame>(subject_.policy(), pass.model ? pass.model : subject_.attached());
     if (!nested) pass.open = frame, ++pass.blocks;
-    const auto state = subject_.state_of(block);
+    std::shared_ptr<BlockCall> call;
     const DepthScope deeper(pass.depth);
     try {
-      auto result = frame->forward(pass.blocks, subject_.device(), state, std::forward<Block>(block),
-                                   std::forward<Inputs>(inputs)...);
+      auto result =
+          frame->forward(call, pass.blocks, subject_, std::forward<Block>(block), std::forward<Inputs>(inputs)...);
       if (!nested && frame->calls() >= length()) pass.open.reset();
       if (!nested && frame->saved_anything()) pass.last = frame;
       return result;
@@ -156,24 +74,27 @@ class Segments {
   void attach(Model& model, at::Device device, const BufferList& buffers) {
     subject_.attach(model, device, buffers);
   }
-  /// Held over an objective.
-  auto pass() {
+  /// Held over an objective that is called with `model`.
+  template <class Model>
+  [[nodiscard]] auto pass(Model& model) {
     struct Scope {
       Segments& segments;
       ForwardPass& pass;
-      explicit Scope(Segments& s) : segments(s), pass(s.passes_.here()) {
+      Scope(Segments& s, std::shared_ptr<const ModelFacts> facts) : segments(s), pass(s.passes_.here()) {
         s.end(pass);
         s.subject_.note_pass();
         pass.scoped = true;
+        pass.model = std::move(facts);
       }
       Scope(const Scope&) = delete;
       Scope& operator=(const Scope&) = delete;
       ~Scope() {
         segments.end(pass);
         pass.scoped = false;
+        pass.model.reset();
       }
     };
-    return Scope(*this);
+    return Scope(*this, subject_.facts_of(model));
   }
   /// Whether what runs now has run before, and must leave no second trace.
   static bool is_repeating() { return is_recomputing(); }
