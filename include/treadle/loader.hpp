@@ -73,6 +73,35 @@ std::int64_t batches_of(const L& range) {
     return -1;
 }
 
+/// Where a loader was told to begin.
+struct Begin {
+  std::int64_t epoch = 0;
+  std::int64_t batch = 0;
+};
+/// Where `range` was sought and nobody has begun yet, if it can tell; none where the next pass is a whole epoch.
+template <class L>
+std::optional<Begin> sought_in(const L& range) {
+  if constexpr (requires { range.sought()->batch; }) {
+    if (const auto sought = range.sought()) return Begin{sought->epoch, sought->batch};
+  }
+  return std::nullopt;
+}
+
+/// What is odd about the rows that `range` gives to a rank of a job, where it can tell; else empty.
+template <class L>
+std::string shard_text(const L& range, std::int64_t rank, std::int64_t world_size) {
+  if constexpr (requires { range.options().world_size + range.options().rank; }) {
+    const auto& options = range.options();
+    // What all ranks have forgotten, one says.
+    if (options.world_size != world_size ? rank == 0 : options.rank != rank)
+      return "treadle::Trainer::fit: the loader of rank " + std::to_string(rank) + " of " + std::to_string(world_size) +
+             " gives the rows of rank " + std::to_string(options.rank) + " of " + std::to_string(options.world_size) +
+             ", so that ranks train on the same rows: make its options with treadle::data::sharded(options). (If each "
+             "rank has a data set of its own, all is well.)";
+  }
+  return {};
+}
+
 /// That so much of the time went by waiting for `range`, and what to change; a loader that knows better has `advice()`.
 template <class L>
 std::string wait_text(double share, const L& range) {
@@ -87,8 +116,9 @@ std::string wait_text(double share, const L& range) {
 
 /// Calls `f(batch, last)` for each batch until it returns false; `waited(next)` runs what fetches the next one.
 ///
-/// `last` is true only where `KnowsLast` asks for it: a loader that knows its size is counted (one that gives fewer
-/// never comes to its last), any other is asked for the next batch first, so that two are held at a time.
+/// `last` is true only where `KnowsLast` asks for it: an iterator with `is_last()` is asked, a loader that knows its
+/// size is counted (one that gives fewer never comes to its last), and any other is asked for the next batch first, so
+/// that two are held at a time.
 template <bool KnowsLast, class Range, class F, class Waited>
 void for_each_batch(Range& range, F&& f, Waited&& waited) {
   using std::begin;
@@ -96,7 +126,12 @@ void for_each_batch(Range& range, F&& f, Waited&& waited) {
   [[maybe_unused]] std::int64_t left = KnowsLast ? batches_of(range) : -1;
   auto it = waited([&] { return begin(range); });
   auto last = end(range);
-  if constexpr (!KnowsLast || sized_loader<Range>) {
+  if constexpr (KnowsLast && requires { it.is_last(); }) {
+    while (it != last) {
+      if (!f(*it, waited([&] { return it.is_last(); }))) return;
+      waited([&] { return ++it, 0; });
+    }
+  } else if constexpr (!KnowsLast || sized_loader<Range>) {
     while (it != last) {
       if (!f(*it, --left == 0)) return;
       waited([&] { return ++it, 0; });

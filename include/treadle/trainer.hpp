@@ -191,7 +191,7 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   const ParameterList& parameters() const { return parameters_; }
   const BufferList& buffers() const { return buffers_; }
   std::int64_t steps() const { return steps_; }                           ///< made, skipped ones included
-  std::int64_t begin_epoch() { return epochs_++; }                        ///< number of the epoch that `fit` begins
+  std::int64_t& next_epoch() { return epochs_; }                          ///< number of the epoch that `fit` begins
   const at::Tensor& skipped_steps() const { return verdict_.skipped(); }  ///< int64 scalar on the device
   Observers& observers() { return observers_; }
   NameTable& names() { return names_; }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Data in memory: IDX files, hostile ones included, Fashion-MNIST, and the loader's order.
+#include <sys/resource.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -177,8 +178,35 @@ TEST_CASE("read_idx names the file and the fault of hostile files") {
       damaged[at] ^= 0x55;
       static_cast<void>(fault(folder.write("flip.gz", damaged)));
     }
-    // 100 MB of zeros in 100 kB, of which the header claims one byte.
-    CHECK(has(fault(folder.write("bomb.gz", gzip(idx(0x08, {1}, std::string(100'000'000, '\0'))))), "trailing bytes"));
+    // Several members are one file, as gzip has it, wherever they meet.
+    const std::string all = idx(0x08, {200, 1000}, content);
+    for (const std::size_t at : {std::size_t{1}, std::size_t{12}, std::size_t{99'999}, all.size()})
+      CHECK(torch::equal(td::data::read_idx(folder.write("two.gz", gzip(all.substr(0, at)) + gzip(all.substr(at)))),
+                         tensor));
+    CHECK(has(fault(folder.write("half.gz", gzip(all.substr(0, 12)) + "\x1F\x8B")), "is truncated"));
+    CHECK(has(fault(folder.write("odd.gz", gzip(all.substr(0, 12)) + "\x1F and more")), "is damaged"));
+    // 100 MB of zeros in 100 kB, which the header says: as much memory is taken as is allowed, and a piece.
+    std::string zeros;
+    for (int i = 0; i < 100; ++i) zeros += gzip(std::string(1'000'000, '\0'));
+    const auto bomb = folder.write("bomb.gz", gzip(idx(0x08, {100, 1000, 1000}, "")) + zeros);
+    const auto peak = [] {
+      rusage used{};
+      REQUIRE(::getrusage(RUSAGE_SELF, &used) == 0);
+      return used.ru_maxrss;  // kB
+    };
+    folder.write("warm.gz", gzip(idx(0x08, {1000, 1000}, std::string(1'000'000, '\0'))));
+    static_cast<void>(fault(folder.path / "warm.gz"));
+    const auto before = peak();
+    try {
+      td::data::read_idx(bomb, 1'000'000);
+      FAIL("a bomb must not be unpacked");
+    } catch (const td::DataError& error) {
+      CHECK(has(error.what(), "unpacks to more than 1000000 bytes"));
+    }
+    CHECK(peak() - before < 10'000);
+    CHECK(td::data::read_idx(bomb).numel() == 100'000'000);
+    CHECK(peak() - before > 50'000);  // the measure sees what the bound spares
+    CHECK_THROWS_AS(td::data::read_idx(bomb, 0), td::ConfigError);
   }
 #else
   SUBCASE("gzip without zlib") {

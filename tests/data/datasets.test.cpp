@@ -5,14 +5,18 @@
 #include <treadle/data/image.hpp>
 #include <treadle/data/image_folder.hpp>
 #include <treadle/data/loader.hpp>
+#include <treadle/data/map.hpp>
 #include <treadle/data/point_clouds.hpp>
+#include <treadle/data/prefetch.hpp>
 #include <treadle/data/stream_loader.hpp>
 #include <treadle/data/tokens.hpp>
+#include <treadle/loader.hpp>
 
 #include <torch/torch.h>
 
 #include <array>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -253,6 +257,15 @@ TEST_CASE("CSV faults are named by file, line and column") {
   CHECK(says(fault(std::string(20 << 20, '1')), "a line of more than 16 MB"));
 }
 
+TEST_CASE("CSV between tabs: a row of nothing but tabs is a row") {
+  const Folder folder;
+  const auto table =
+      td::data::read_csv(folder.write("t.csv", "1\t2\t 3\n\t\t\n4\t\t6\n"), {.delimiter = '\t', .missing = -1});
+  CHECK(torch::equal(table.values,
+                     torch::tensor({{1.0, 2.0, 3.0}, {-1.0, -1.0, -1.0}, {4.0, -1.0, 6.0}}, torch::kDouble)));
+  CHECK_NAMES_FILE("has nothing in line 2, column 1", td::data::read_csv(folder.path / "t.csv", {.delimiter = '\t'}));
+}
+
 // ---- Pictures.
 
 namespace {
@@ -285,7 +298,7 @@ std::string jpeg(const at::Tensor& image, bool progressive = false) {  // uint8 
   info.image_width = static_cast<JDIMENSION>(image.size(2));
   info.image_height = static_cast<JDIMENSION>(image.size(1));
   info.input_components = static_cast<int>(image.size(0));
-  info.in_color_space = image.size(0) == 1 ? JCS_GRAYSCALE : JCS_RGB;
+  info.in_color_space = image.size(0) == 1 ? JCS_GRAYSCALE : image.size(0) == 3 ? JCS_RGB : JCS_CMYK;
   jpeg_set_defaults(&info);
   jpeg_set_quality(&info, 95, TRUE);
   if (progressive) jpeg_simple_progression(&info);
@@ -355,6 +368,44 @@ TEST_CASE("pictures decode to planes, in color or gray, and what is cut off or d
             .item<int>() <= 4);
 #endif
 }
+
+#if TREADLE_HAS_JPEG
+TEST_CASE("JPEG pictures in inks, and with harmless bytes between their parts, are read") {
+  // Black, half of it, cyan and no ink at all, in blocks of 16x16; the second channel of the picture is magenta.
+  auto inks = torch::zeros({4, 16, 64}, torch::kByte);
+  inks[3].slice(1, 0, 16).fill_(255);
+  inks[3].slice(1, 16, 32).fill_(128);
+  inks[0].slice(1, 32, 48).fill_(255);
+  const auto check = [&](const std::string& bytes, int slack) {
+    const auto color = decode(bytes).to(torch::kInt);
+    REQUIRE((color.sizes() == at::IntArrayRef{3, 16, 64}));
+    const int want[4][3] = {{0, 0, 0}, {127, 127, 127}, {0, 255, 255}, {255, 255, 255}};
+    const auto gray = decode(bytes, {.channels = 1}).to(torch::kInt);
+    for (int block = 0; block < 4; ++block) {
+      const auto& c = want[block];
+      for (int i = 0; i < 3; ++i) CHECK(std::abs(color[i][8][16 * block + 8].item<int>() - c[i]) <= slack);
+      CHECK(std::abs(gray[0][8][16 * block + 8].item<int>() - (0.299 * c[0] + 0.587 * c[1] + 0.114 * c[2])) <=
+            slack + 1);
+    }
+  };
+  // Adobe's programs, and libjpeg with their marker, store how much light is left.
+  check(jpeg(255 - inks), 3);
+  std::string plain = jpeg(inks);  // without the marker: how much ink
+  const auto adobe = plain.find("Adobe");
+  REQUIRE(adobe != std::string::npos);
+  plain.erase(adobe - 4, 16);
+  check(plain, 3);
+
+  const auto image = picture(3, 24, 40);
+  std::string bytes = jpeg(image);
+  const auto want = decode(bytes);
+  bytes.insert(20, "xyz");  // behind the first marker segment, JFIF's
+  CHECK(torch::equal(decode(bytes), want));
+  bytes[bytes.size() - 20] = '\xFF';  // within the compressed data
+  bytes[bytes.size() - 19] = '\xD9';
+  CHECK_NAMES_FILE("is no JPEG picture that can be read", decode(bytes));
+}
+#endif
 
 #if TREADLE_HAS_PNG && TREADLE_HAS_JPEG
 TEST_CASE("a folder of pictures by class, in the order of the names") {
@@ -493,6 +544,46 @@ TEST_CASE("a stream gives the same batches for any number of workers and from an
   CHECK(*skipping.read == 4);
 }
 
+TEST_CASE("the last batch of a stream is known as the last, and the position does not run ahead of what was given") {
+  const auto plain = [](auto&& next) { return next(); };
+  const auto check = [&](auto&& loader, std::int64_t batches) {
+    for (std::int64_t most = 1; most <= batches; ++most) {
+      CAPTURE(most);
+      loader.seek({2, 0});
+      std::int64_t given = 0;
+      td::detail::for_each_batch<true>(
+          loader,
+          [&](const td::Batch& batch, bool last) {
+            CHECK(batch.target[0].item<std::int64_t>() == 2000 + 4 * given);
+            ++given;
+            CHECK(last == (given == batches));
+            CHECK((loader.position() == Position{2, given}));
+            return given < most;
+          },
+          plain);
+      CHECK(given == most);
+      CHECK((loader.position() == Position{2, most}));
+    }
+  };
+  for (const int workers : {0, 2})
+    for (const std::int64_t count : {22, 24}) {
+      CAPTURE(workers);
+      const td::data::StreamLoader loader{Counting{count}, {.batch_size = 4, .workers = workers}};
+      check(td::data::StreamLoader(loader), 6);
+      check(td::data::map_batches(td::data::StreamLoader(loader), [](td::Batch batch) { return batch; }), 6);
+      check(td::data::prefetch(td::data::StreamLoader(loader), {.device = at::Device(at::kCPU)}), 6);
+    }
+  // A fault behind the last good batch is thrown in its turn.
+  td::data::StreamLoader torn{Counting{20, 9}, {.batch_size = 4, .workers = 1}};
+  auto it = torn.begin();
+  ++it;
+  CHECK(!it.is_last());
+  CHECK((targets({*it}) == Numbers{4, 5, 6, 7}));
+  CHECK((torn.position() == Position{0, 2}));
+  CHECK_SAYS(td::DataError, "the tape is torn", ++it);
+  CHECK((torn.position() == Position{0, 2}));
+}
+
 TEST_CASE("ranks deal a stream out like cards") {
   for (const std::int64_t count : {0, 1, 7, 8, 12})
     for (const bool drop_last : {false, true})
@@ -532,6 +623,11 @@ TEST_CASE("a stream's faults come in their turn, and what a stream cannot do is 
     CHECK(said == "data::Loader: what follows sample 12 of the stream could not be loaded: the tape is torn.");
     CHECK(targets(all(loader, 2)).size() == 8);
   }
+  td::data::StreamLoader wide{Counting{3}, {.batch_size = INT64_MAX, .world_size = 2}};
+  CHECK_SAYS(td::ConfigError, "batch 1 was sought, before which there would be more than 2^63 samples",
+             wide.seek({0, 1}));
+  wide.seek({4, 0});
+  CHECK((wide.sought() == Position{4, 0}));
   CHECK_SAYS(td::ConfigError, "cannot be shuffled", td::data::StreamLoader{Counting{3}, {.shuffle = true}});
   CHECK_SAYS(td::ConfigError, "RaggedEnds::Pad",
              td::data::StreamLoader{Counting{3}, {.ends = td::data::RaggedEnds::Pad}});

@@ -15,6 +15,7 @@
 #include <numbers>
 #include <optional>
 #include <ranges>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -299,6 +300,116 @@ TEST_CASE("functions of batches have random numbers by sample: workers, ranks an
   auto mapped = td::data::map_batches(vector, td::data::Normalize{});
   CHECK(mapped.size() == 1);
   CHECK(torch::equal(all(mapped)[0].data, td::data::Normalize{}(data.data)));
+}
+
+TEST_CASE("functions of batches: over a torch::data loader, and what they throw is named") {
+  const auto data = classes(20);
+  struct Rows : torch::data::datasets::Dataset<Rows> {
+    td::Batch all;
+    explicit Rows(td::Batch batch) : all(std::move(batch)) {}
+    torch::data::Example<> get(std::size_t i) override {
+      return {all.data[static_cast<std::int64_t>(i)], all.target[static_cast<std::int64_t>(i)]};
+    }
+    std::optional<std::size_t> size() const override { return all.data.size(0); }
+  };
+  auto theirs = torch::data::make_data_loader<torch::data::samplers::SequentialSampler>(
+      Rows(data).map(torch::data::transforms::Stack<>()), 6);
+  auto mapped = td::data::map_batches(*theirs, td::data::Normalize{});
+  static_assert(td::loader<decltype(mapped)>);
+  for (int pass = 0; pass < 2; ++pass) {
+    std::int64_t row = 0;
+    for (const auto& batch : mapped) {
+      CHECK(torch::equal(batch.data, td::data::Normalize{}(data.data.narrow(0, row, batch.data.size(0)))));
+      row += batch.data.size(0);
+    }
+    CHECK(row == 20);
+  }
+
+  const auto picky = [](td::Batch batch) {
+    if (batch.target.eq(9).any().item<bool>()) throw std::runtime_error("nine is too much.");
+    return batch;
+  };
+  auto faulty = td::data::map_batches(td::data::TensorLoader{data, {.batch_size = 4}}, picky);
+  for (int epoch = 0; epoch < 2; ++epoch) {
+    auto it = faulty.begin();
+    ++it;
+    std::string nested;
+    try {
+      ++it;
+    } catch (const td::DataError& error) {
+      CHECK(std::string(error.what()) == "data::map_batches: a function of batch 2 of epoch " + std::to_string(epoch) +
+                                             " failed: nine is too much.");
+      try {
+        std::rethrow_if_nested(error);
+      } catch (const std::runtime_error& original) {
+        nested = original.what();
+      }
+    }
+    CHECK(nested == "nine is too much.");
+    CHECK(it == faulty.end());
+  }
+  std::vector<td::Batch> list{data};
+  CHECK_SAYS(td::DataError, "a function of batch 0 of this pass failed: nine is too much.",
+             td::data::map_batches(list, picky).begin());
+}
+
+TEST_CASE("an iterator over mapped batches needs its loader's own pass and nothing else") {
+  const auto data = classes(12);
+  const auto begin = [&] {
+    auto loader =
+        td::data::map_batches(td::data::TensorLoader{data, {.batch_size = 4, .workers = 1}},
+                              [offset = torch::full({1}, 7, torch::kByte)](at::Tensor x) { return x + offset; });
+    return loader.begin();
+  };
+  auto it = begin();
+  for (int k = 0; k < 3; ++k, ++it) CHECK(torch::equal(it->data, data.data.narrow(0, 4 * k, 4) + 7));
+  CHECK(it == std::default_sentinel);
+}
+
+TEST_CASE("what is done on a device is begun where a batch is used, and once") {
+  int calls = 0;
+  const auto count = [&](td::Batch batch) { return ++calls, batch; };
+  std::vector<td::Batch> there(3, td::Batch{torch::empty({2, 1}, torch::kMeta), torch::empty({2}, torch::kMeta)});
+  auto mapped = td::data::map_batches(there, count);
+  auto it = mapped.begin();
+  CHECK(calls == 0);
+  CHECK(it->data.size(0) == 2);
+  CHECK((*it).data.is_meta());
+  CHECK(calls == 1);
+  ++it;
+  ++it;
+  CHECK(calls == 1);
+  CHECK(it->data.is_meta());
+  CHECK(calls == 2);
+  ++it;
+  CHECK(it == mapped.end());
+  std::vector<td::Batch> here{classes(3)};
+  CHECK(td::data::map_batches(here, count).begin() != std::default_sentinel);
+  CHECK(calls == 3);  // on a CPU it takes the time of who asks for the batch
+}
+
+TEST_CASE("pictures with their channels last stay so, with the same values") {
+  const auto last = [](const at::Tensor& x) { return x.contiguous(at::MemoryFormat::ChannelsLast); };
+  for (const auto& x : {images(6), images(6).to(torch::kFloat) / 255}) {
+    const auto check = [&](const auto& transform) {
+      const auto want = together(transform, x);
+      const auto got = together(transform, last(x));
+      CHECK(want.is_contiguous());
+      CHECK(got.is_contiguous(at::MemoryFormat::ChannelsLast));
+      CHECK(torch::allclose(got.to(torch::kFloat), want.to(torch::kFloat), 0, x.is_floating_point() ? 1e-5 : 1));
+      KeyedGenerator random(5, 1, 0);
+      const auto one = transform(last(x)[0], random);
+      CHECK(one.unsqueeze(0).is_contiguous(at::MemoryFormat::ChannelsLast));
+      CHECK(torch::allclose(one.to(torch::kFloat), want[0].to(torch::kFloat), 0, x.is_floating_point() ? 1e-5 : 1));
+    };
+    check(td::data::RandomCrop{.height = 8, .padding = 2});
+    check(td::data::RandomFlip{.probability = 1});
+    check(td::data::RandomFlip{.probability = 1, .vertical = true});
+    check(td::data::RandomRotate{});
+    check(td::data::ColorJitter{.brightness = 0.1, .contrast = 0.1, .saturation = 0.1});
+    CHECK(td::data::Normalize{}(last(x)).is_contiguous(at::MemoryFormat::ChannelsLast));
+    CHECK(td::data::Resize{.height = 6}(last(x)).is_contiguous(at::MemoryFormat::ChannelsLast));
+  }
 }
 
 namespace {

@@ -12,33 +12,31 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 #include <string>
-#include <system_error>
 #include <vector>
 
+#include "treadle/data/file_bytes.hpp"
 #include "treadle/error.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
 namespace detail {
 
-/// The bytes of a file; of a gzip file, told by its first two bytes, those that it holds.
+/// What a gzip file may unpack to unless its reader is told otherwise: 16 GiB.
+inline constexpr std::int64_t most_unpacked = std::int64_t{1} << 34;
+
+/// The bytes of a file; of a gzip file, told by its first two bytes, those that it holds in all its members.
 class ByteSource {
  public:
-  /// Throws `DataError` for what is not a readable file.
-  explicit ByteSource(const std::filesystem::path& path) : path_(path) {
-    std::error_code error;
-    if (!std::filesystem::is_regular_file(path, error))
-      throw DataError("'" + path.string() + "' is not there, or is not a file.");
-    file_.open(path, std::ios::binary);
-    if (!file_) fail("cannot be opened for reading");
+  /// Throws `DataError` for what is not a readable file, and in `read` for gzip data of more than `most_bytes`.
+  explicit ByteSource(const std::filesystem::path& path, std::int64_t most_bytes = most_unpacked)
+      : file_(path), most_bytes_(most_bytes) {
+    if (most_bytes < 1)
+      throw ConfigError("treadle: most_bytes, which a gzip file may unpack to, must be at least 1, and is " +
+                        std::to_string(most_bytes) + ".");
     std::array<unsigned char, 2> magic{};
-    read_file(magic.data(), magic.size());
-    gzip_ = magic[0] == 0x1F && magic[1] == 0x8B;
-    file_.clear();
-    file_.seekg(0);
+    gzip_ = file_.read_up_to(magic.data(), magic.size(), 0) == magic.size() && magic[0] == 0x1F && magic[1] == 0x8B;
     if (gzip_) begin_gzip();
   }
 
@@ -59,13 +57,13 @@ class ByteSource {
     return bytes;
   }
 
-  [[noreturn]] void fail(const std::string& what) const { throw DataError("'" + path_.string() + "' " + what + "."); }
+  [[noreturn]] void fail(const std::string& what) const { file_.fail(what); }
 
  private:
   std::size_t read_file(unsigned char* to, std::size_t size) {
-    file_.read(reinterpret_cast<char*>(to), static_cast<std::streamsize>(size));
-    if (file_.bad()) fail("cannot be read to its end");
-    return static_cast<std::size_t>(file_.gcount());
+    const std::size_t got = file_.read_up_to(to, size, offset_);
+    offset_ += static_cast<std::int64_t>(got);
+    return got;
   }
 
 #if TREADLE_HAS_ZLIB
@@ -78,25 +76,32 @@ class ByteSource {
   std::size_t read_gzip(unsigned char* to, std::size_t size) {
     std::size_t done = 0;
     while (done < size && !ended_) {
-      if (stream_->avail_in == 0) {
-        stream_->next_in = input_.data();
-        stream_->avail_in = static_cast<uInt>(read_file(input_.data(), input_.size()));
-        if (stream_->avail_in == 0) fail("is truncated: its gzip data stop before their end");
-      }
+      if (!has_input()) fail("is truncated: its gzip data stop before their end");
       const std::size_t piece = std::min(size - done, std::size_t{1} << 30);  // zlib counts in 32 bits
       stream_->next_out = to + done;
       stream_->avail_out = static_cast<uInt>(piece);
       const int status = inflate(stream_.get(), Z_NO_FLUSH);
       done += piece - stream_->avail_out;
+      unpacked_ += static_cast<std::int64_t>(piece - stream_->avail_out);
+      if (unpacked_ > most_bytes_)
+        fail("unpacks to more than " + std::to_string(most_bytes_) +
+             " bytes, which most_bytes allows; allow more if it is what it should be");
       if (status == Z_STREAM_END) {
-        ended_ = true;
-        unsigned char next = 0;
-        if (stream_->avail_in > 0 || read_file(&next, 1) > 0) fail("has trailing bytes after its gzip data");
+        ended_ = !has_input();
+        if (!ended_ && *stream_->next_in != 0x1F) fail("has trailing bytes after its gzip data");
+        if (!ended_ && inflateReset(stream_.get()) != Z_OK) fail("cannot be read: zlib does not start again");
       } else if (status != Z_OK) {
         fail("is damaged: its gzip data or their checksum are wrong");
       }
     }
     return done;
+  }
+
+  bool has_input() {
+    if (stream_->avail_in > 0) return true;
+    stream_->next_in = input_.data();
+    stream_->avail_in = static_cast<uInt>(read_file(input_.data(), input_.size()));
+    return stream_->avail_in > 0;
   }
 
   struct EndGzip {
@@ -117,8 +122,10 @@ class ByteSource {
   }
 #endif
 
-  std::filesystem::path path_;
-  std::ifstream file_;
+  FileBytes file_;
+  std::int64_t offset_ = 0;
+  std::int64_t most_bytes_;
+  std::int64_t unpacked_ = 0;
   bool gzip_ = false;
 };
 

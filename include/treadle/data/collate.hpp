@@ -8,13 +8,16 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <ranges>
 #include <span>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "treadle/batch.hpp"
+#include "treadle/detail/fields.hpp"
 #include "treadle/error.hpp"
 
 namespace treadle {
@@ -30,8 +33,9 @@ struct Example {
 /// Where a batch is made.
 struct Placement {
   bool pinned = false;  ///< in page-locked memory
-  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const {
-    return at::empty(sizes, at::TensorOptions(type).pinned_memory(pinned));
+  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type,
+                   at::MemoryFormat format = at::MemoryFormat::Contiguous) const {
+    return at::empty(sizes, at::TensorOptions(type).pinned_memory(pinned).memory_format(format));
   }
 };
 
@@ -46,7 +50,8 @@ class CollateError : public DataError {
 };
 
 /// A new tensor of `count` tensors one upon the other, `[count, ...]`; `get(i)` is number i. All must be defined, on
-/// the CPU, of one shape and type; throws `CollateError` where one is not.
+/// the CPU, of one shape and type; throws `CollateError` where one is not. If the first is `[C, H, W]` with its
+/// channels last in memory, so is the batch.
 template <class Get>
 at::Tensor stack(std::int64_t count, const Get& get, Placement place = {}) {
   const at::Tensor& first = get(0);
@@ -58,7 +63,10 @@ at::Tensor stack(std::int64_t count, const Get& get, Placement place = {}) {
   if (!first.defined() || !first.is_cpu()) throw CollateError("its tensor is undefined or not on the CPU", 0);
   std::vector<std::int64_t> sizes{count};
   sizes.insert(sizes.end(), first.sizes().begin(), first.sizes().end());
-  at::Tensor batch = place.empty(sizes, first.scalar_type());
+  const bool last =
+      first.dim() == 3 && !first.is_contiguous() && first.unsqueeze(0).is_contiguous(at::MemoryFormat::ChannelsLast);
+  const at::Tensor batch =
+      place.empty(sizes, first.scalar_type(), last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
   const auto bytes = static_cast<std::size_t>(first.numel()) * first.element_size();
   auto* to = static_cast<char*>(batch.mutable_data_ptr());
   for (std::int64_t i = 0; i < count; ++i, to += bytes) {
@@ -70,7 +78,7 @@ at::Tensor stack(std::int64_t count, const Get& get, Placement place = {}) {
               ": bring all to one shape and type, with data::map for example, or give the loader a collate "
               "function of your own",
           i);
-    if (one.is_contiguous() && !one.is_conj() && !one.is_neg()) {
+    if ((last ? one.strides() == first.strides() : one.is_contiguous()) && !one.is_conj() && !one.is_neg()) {
       if (bytes > 0) std::memcpy(to, one.const_data_ptr(), bytes);
     } else {
       batch.select(0, i).copy_(one);
@@ -93,6 +101,30 @@ auto call(std::span<const S> samples, const data::Placement& place) {
   return collate(samples, place);
 }
 }  // namespace collate_lookup
+/// Never called: the compiler looks for what `for_each_tensor` passes over.
+template <class T>
+void require_only_tensors(T& value) {
+  if constexpr (std::ranges::range<T> && !tensor_like<T>) {
+    for (auto&& element : value) require_only_tensors(element);
+  } else if constexpr (optional_like<T> && !tensor_like<T>) {
+    require_only_tensors(*value);
+  } else if constexpr (tuple_like<T>) {
+    std::apply([](auto&... elements) { (require_only_tensors(elements), ...); }, value);
+  } else if constexpr (plain_aggregate<T>) {
+    for_each_field(value, [](auto& field) { require_only_tensors(field); });
+  } else {
+    static_assert(tensor_like<T>,
+                  "treadle::data::Collate: a sample has a field that is no tensor, and a batch would have that of its "
+                  "first sample alone; make it a tensor, or give the sample's type a static member collate(samples, "
+                  "placement), or the loader a collate function as its last argument.");
+  }
+}
+template <class S>
+concept says_its_tensors = requires(S& sample, void (&f)(at::Tensor&)) {
+  sample.for_each_tensor(f);
+}
+|| batch_lookup::adl_for_each<S, void (&)(at::Tensor&)>;
+
 template <class S>
 concept collates_itself = requires(std::span<const S> samples, const data::Placement& place) {
   S::collate(samples, place);
@@ -102,7 +134,8 @@ concept collates_itself = requires(std::span<const S> samples, const data::Place
 namespace data {
 
 /// Makes a batch of samples: with the sample type's static member or free function `collate(span, placement)`; else an
-/// `Example` becomes a `td::Batch`, and any other type a batch of the same type, with each of its tensors stacked.
+/// `Example` becomes a `td::Batch`, and any other type a batch of the same type, with each of its tensors stacked. An
+/// aggregate with fields that are no tensors does not compile.
 struct Collate {
   template <class S>
   auto operator()(std::span<const S> samples, const Placement& place) const {
@@ -121,6 +154,8 @@ struct Collate {
       for (const auto& sample : samples) *targets++ = sample.target;
       return batch;
     } else {
+      if constexpr (treadle::detail::plain_aggregate<S> && !treadle::detail::says_its_tensors<S>)
+        static_cast<void>(&treadle::detail::require_only_tensors<S>);
       std::vector<std::vector<at::Tensor>> all(samples.size());
       for (std::size_t i = 0; i < samples.size(); ++i) {
         treadle::for_each_tensor(samples[i], [&](const at::Tensor& tensor) { all[i].push_back(tensor); });

@@ -28,6 +28,7 @@ struct CsvOptions {
   char delimiter = ',';
   bool header = false;              ///< whether the first line holds the columns' names
   std::optional<double> missing{};  ///< what an empty field counts as; without it, an empty field is a fault
+  std::int64_t most_bytes = treadle::detail::most_unpacked;  ///< that a gzip file may unpack to
 };
 
 /// Numbers in rows and columns.
@@ -58,10 +59,10 @@ struct Table {
 /// over.
 ///
 /// Throws `DataError` that names the file, the line and the column, both from 1: fields that are no number, lines that
-/// are longer or shorter than the first, a header that is none.
+/// are longer or shorter than the first, a header that is none. It takes up to three times the numbers' 8 bytes.
 inline Table read_csv(const std::filesystem::path& path, const CsvOptions& options = {}) {
   constexpr std::size_t longest_line = std::size_t{1} << 24;
-  treadle::detail::ByteSource source(path);
+  treadle::detail::ByteSource source(path, options.most_bytes);
   Table table;
   std::vector<double> numbers;
   std::size_t columns = 0;
@@ -83,10 +84,11 @@ inline Table read_csv(const std::filesystem::path& path, const CsvOptions& optio
     if (error != std::errc() || end != field.data() + field.size()) return std::nullopt;
     return value;
   };
+  const auto is_space = [&](char c) { return (c == ' ' || c == '\t') && c != options.delimiter; };
   const auto take_line = [&](std::string_view line) {
     ++line_number;
     if (!line.empty() && line.back() == '\r') line.remove_suffix(1);
-    if (line.find_first_not_of(" \t") == std::string_view::npos) {
+    if (std::ranges::all_of(line, is_space)) {
       ++empty_lines;
       return;
     }
@@ -98,8 +100,8 @@ inline Table read_csv(const std::filesystem::path& path, const CsvOptions& optio
       const std::size_t end = std::min(line.find(options.delimiter, begin), line.size());
       std::string_view field = line.substr(begin, end - begin);
       begin = end + 1;
-      while (!field.empty() && (field.front() == ' ' || field.front() == '\t')) field.remove_prefix(1);
-      while (!field.empty() && (field.back() == ' ' || field.back() == '\t')) field.remove_suffix(1);
+      while (!field.empty() && is_space(field.front())) field.remove_prefix(1);
+      while (!field.empty() && is_space(field.back())) field.remove_suffix(1);
       const auto value = number(field);
       if (names) {
         all_numbers = all_numbers && value;

@@ -4,11 +4,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "treadle/data/dataset.hpp"
@@ -22,7 +24,7 @@ inline namespace v0_1 {
 namespace detail {
 
 /// A pure function of (rows, options, sampler, epoch); 8 bytes a row of this rank, none where the rows are taken as
-/// they lie.
+/// they lie, and while it is made over several ranks 8 bytes more for each row of the data set.
 class EpochPlan {
  public:
   template <data::sampler Sampler>
@@ -34,7 +36,7 @@ class EpochPlan {
     if constexpr (requires { Sampler::repeats; }) repeats_ = Sampler::repeats;
     std::int64_t job_batch = 0;
     if (__builtin_mul_overflow(options.batch_size, std::int64_t{options.world_size}, &job_batch)) job_batch = INT64_MAX;
-    const std::vector<std::int64_t> order = sampler.order(
+    std::vector<std::int64_t> order = sampler.order(
         {.rows = rows, .job_batch = job_batch, .shuffle = options.shuffle, .seed = options.seed, .epoch = epoch});
     const std::int64_t draws = sampler.draws(rows);
     if (!order.empty() && static_cast<std::int64_t>(order.size()) != draws)
@@ -48,6 +50,12 @@ class EpochPlan {
       throw ConfigError("data::Loader: the sampler gave no order for its " + std::to_string(draws) +
                         " draws; only all rows as they lie need none.");
     if (order.empty() && options.world_size == 1) return;
+    if (options.world_size == 1) {
+      auto* owner = new std::vector<std::int64_t>(std::move(order));
+      there_ = numbers_ = at::from_blob(
+          owner->data(), {draws}, [owner](void*) { delete owner; }, at::kLong);
+      return;
+    }
     numbers_ = at::empty({shard_.size()}, at::kLong);
     auto* own = numbers_.mutable_data_ptr<std::int64_t>();
     for (std::int64_t i = 0; i < shard_.size(); ++i) {

@@ -51,16 +51,21 @@ class FileBytes {
 
   /// Reads `size` bytes from `offset` on. Throws `DataError` if they are not there.
   void read(void* to, std::size_t size, std::int64_t offset) const {
-    auto* at = static_cast<char*>(to);
-    while (size > 0) {
-      const ssize_t got = ::pread(file_, at, size, offset);
+    if (read_up_to(to, size, offset) < size)
+      fail("has become shorter since it was opened; leave the files of a data set as they are");
+  }
+  /// Reads up to `size` bytes from `offset` on, fewer only at the end, and returns how many.
+  std::size_t read_up_to(void* to, std::size_t size, std::int64_t offset) const {
+    std::size_t done = 0;
+    while (done < size) {
+      const ssize_t got =
+          ::pread(file_, static_cast<char*>(to) + done, size - done, offset + static_cast<std::int64_t>(done));
       if (got < 0 && errno == EINTR) continue;
       if (got < 0) fail("cannot be read: " + std::system_category().message(errno));
-      if (got == 0) fail("has become shorter since it was opened; leave the files of a data set as they are");
-      at += got;
-      size -= static_cast<std::size_t>(got);
-      offset += got;
+      if (got == 0) break;
+      done += static_cast<std::size_t>(got);
     }
+    return done;
   }
   /// All of it.
   std::vector<unsigned char> read_all() const {

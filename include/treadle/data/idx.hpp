@@ -26,10 +26,12 @@ namespace data {
 /// CPU.
 ///
 /// Throws `DataError` that names the file and what is wrong with it: missing, truncated, damaged, not IDX, sizes that
-/// do not fit, trailing bytes; also for gzip where Treadle was built without zlib.
-inline at::Tensor read_idx(const std::filesystem::path& path) {
+/// do not fit, trailing bytes; gzip data of more than `most_bytes`, and all where Treadle was built without zlib.
+/// Memory is taken as bytes come, whatever the header says: at most twice what is there.
+inline at::Tensor read_idx(const std::filesystem::path& path,
+                           std::int64_t most_bytes = treadle::detail::most_unpacked) {
   constexpr int most_dimensions = 8;
-  treadle::detail::ByteSource source(path);
+  treadle::detail::ByteSource source(path, most_bytes);
   std::array<unsigned char, 4> magic{};
   if (source.read(magic.data(), magic.size()) < magic.size())
     source.fail("is truncated: an IDX file begins with 4 bytes");

@@ -7,6 +7,8 @@
 #include <cstdio>
 // libjpeg's header needs stdio's before it.
 #include <jpeglib.h>
+// After it: the numbers of its messages.
+#include <jerror.h>
 #endif
 #if TREADLE_HAS_PNG
 #include <png.h>
@@ -40,6 +42,26 @@ struct ImageOptions {
 }  // namespace data
 
 namespace detail {
+
+/// A row of inks into one of interleaved colors, in place, or of gray. `inverted`: 255 is no ink.
+inline void to_colors(unsigned char* row, std::int64_t width, int channels, bool inverted) {
+  const auto light = [&](int ink) { return inverted ? ink : 255 - ink; };
+  for (std::int64_t x = 0; x < width; ++x) {
+    const unsigned char* inks = row + 4 * x;
+    const int paper = light(inks[3]);
+    const auto color = [&](int i) { return (light(inks[i]) * paper + 127) / 255; };
+    const int red = color(0);
+    const int green = color(1);
+    const int blue = color(2);
+    if (channels == 1) {
+      row[x] = static_cast<unsigned char>((299 * red + 587 * green + 114 * blue + 500) / 1000);
+    } else {
+      row[3 * x] = static_cast<unsigned char>(red);
+      row[3 * x + 1] = static_cast<unsigned char>(green);
+      row[3 * x + 2] = static_cast<unsigned char>(blue);
+    }
+  }
+}
 
 /// Rows of interleaved samples into planes.
 inline void to_planes(const unsigned char* row, std::int64_t y, std::int64_t width, std::int64_t plane, int channels,
@@ -82,6 +104,8 @@ struct JpegReader {
     };
     errors.emit_message = [](j_common_ptr common, int level) {
       auto* self = static_cast<JpegReader*>(common->client_data);
+      const int code = common->err->msg_code;  // of what may be wrong beside the picture
+      if (code == JWRN_EXTRANEOUS_DATA || code == JWRN_ADOBE_XFORM || code == JWRN_JFIF_MAJOR) return;
       if (level < 0 && common->err->num_warnings++ == 0) common->err->format_message(common, self->message);
     };
     if (!create(bytes)) fail();
@@ -116,14 +140,16 @@ struct JpegReader {
 inline at::Tensor decode_jpeg(std::span<const unsigned char> bytes, const data::ImageOptions& options) {
   JpegReader jpeg(bytes);
   if (!jpeg.read_header()) jpeg.fail();
-  jpeg.info.out_color_space = options.channels == 1 ? JCS_GRAYSCALE : JCS_RGB;
+  const bool inks = jpeg.info.jpeg_color_space == JCS_CMYK || jpeg.info.jpeg_color_space == JCS_YCCK;
+  jpeg.info.out_color_space = inks ? JCS_CMYK : options.channels == 1 ? JCS_GRAYSCALE : JCS_RGB;
   at::Tensor image = empty_image(jpeg.info.image_height, jpeg.info.image_width, options);
   const std::int64_t width = jpeg.info.image_width;
   const std::int64_t height = jpeg.info.image_height;
   if (!jpeg.start()) jpeg.fail();
-  std::vector<unsigned char> row(static_cast<std::size_t>(width * options.channels));
+  std::vector<unsigned char> row(static_cast<std::size_t>(width * (inks ? 4 : options.channels)));
   for (std::int64_t y = 0; y < height; ++y) {
     if (!jpeg.read_row(row.data()) || jpeg.errors.num_warnings > 0) jpeg.fail();
+    if (inks) to_colors(row.data(), width, options.channels, jpeg.info.saw_Adobe_marker == TRUE);
     to_planes(row.data(), y, width, width * height, options.channels, image.mutable_data_ptr<std::uint8_t>());
   }
   return image;
@@ -157,7 +183,8 @@ inline at::Tensor decode_png(std::span<const unsigned char> bytes, const data::I
 
 namespace data {
 
-/// The picture in `bytes`, a JPEG or PNG file: uint8 `[channels, height, width]`. What is transparent is put on black.
+/// The picture in `bytes`, a JPEG or PNG file: uint8 `[channels, height, width]`. What is transparent is put on black,
+/// and a JPEG picture in inks (CMYK) becomes what they look like on white paper, without a color profile.
 ///
 /// Throws `DataError` for what is damaged, truncated or too large, or of a kind that the build cannot read. `name` is
 /// what it is called in the sentence.

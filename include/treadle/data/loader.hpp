@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "treadle/batch.hpp"
 #include "treadle/data/collate.hpp"
 #include "treadle/data/dataset.hpp"
 #include "treadle/data/epoch_plan.hpp"
@@ -26,6 +27,7 @@
 #include "treadle/data/pass.hpp"
 #include "treadle/data/pipeline.hpp"
 #include "treadle/data/random.hpp"
+#include "treadle/data/ready.hpp"
 #include "treadle/data/sampler.hpp"
 #include "treadle/runtime/device.hpp"
 
@@ -59,16 +61,24 @@ class MapWork {
 
   auto make(std::int64_t k, const std::atomic<bool>& stop) const {
     const at::NoGradGuard no_grad;
-    auto batch = collated(k, stop);
-    if (pin_) pin(batch);
-    return batch;
+    Made made{collated(k, stop)};
+    if (pin_) pin(made.batch);
+    if (parts_->options.workers > 0) made.ready.mark(made.batch);
+    return made;
   }
+  template <class B>
+  void arrive(Made<B>& made) const {
+    made.ready.arrive(made.batch);
+  }
+  template <class B>
+  void leave(Made<B>&) const {}
 
-  /// Random numbers for the first rows of batch `k`, for who changes batches.
-  std::vector<data::KeyedGenerator> generators(std::int64_t k, std::int64_t count) const {
+  /// Random numbers for the rows of batch `k`, for who changes batches.
+  template <class B>
+  std::vector<data::KeyedGenerator> generators(std::int64_t k, const Made<B>& made) const {
     const data::Rows rows = plan_.rows(k);
     std::vector<data::KeyedGenerator> all;
-    for (std::int64_t i = 0; i < std::min(rows.size(), count); ++i)
+    for (std::int64_t i = 0; i < std::min(rows.size(), treadle::rows(made.batch)); ++i)
       all.push_back(plan_.generator(k, i, rows[i], for_batches));
     return all;
   }
@@ -154,7 +164,9 @@ requires(treadle::detail::is_map_dataset<D>() && treadle::detail::is_sampler<Sam
       : Loader(Parts{std::make_shared<const D>(std::move(dataset)), options, std::move(sampler), std::move(collate)}) {}
 
   /// Begins the next epoch, or where `seek` said.
-  Iterator begin() { return turns_.begin<Work>(Work(parts_, turns_.start()), parts_->options, size()); }
+  Iterator begin() {
+    return turns_.begin(Work(parts_, turns_.start()), parts_->options.workers, parts_->options.depth(), size());
+  }
   std::default_sentinel_t end() const { return {}; }
 
   /// Batches of a whole epoch on this rank.
@@ -169,6 +181,8 @@ requires(treadle::detail::is_map_dataset<D>() && treadle::detail::is_sampler<Sam
   Position position() const { return turns_.position(); }
   /// Makes the next `begin` start at `position`. Throws `ConfigError` for one that no epoch of this loader has.
   void seek(Position position) { turns_.seek(position, size()); }
+  /// Where `seek` said that the next pass begins; none where it begins an epoch as ever.
+  std::optional<Position> sought() const { return turns_.sought(); }
 
   /// This rank's row numbers in the order of `epoch`, int64 `[own_rows]` on the data set's device; undefined where that
   /// is all rows as they lie.

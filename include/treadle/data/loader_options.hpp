@@ -74,6 +74,10 @@ struct Position {
 /// `position()` names the batch after the last one that was given; `seek(position)` makes the next pass begin there,
 /// and a following `set_epoch` of the same epoch leaves it there. A loader over a map-style data set reads nothing to
 /// get there. What else decides the batches (data, options, sampler) must be the same.
+///
+/// One with `sought()`, which gives the position of a `seek` that no pass has followed yet, tells `fit` where to begin.
+/// One that does not know its size has iterators with `is_last()`: any other is asked for a batch ahead where a policy
+/// has to know the last one, and its position is then a batch further.
 template <class L>
 concept resumable = requires(L& loader, const L& seen, const Position& position) {
   { seen.position() } -> std::same_as<Position>;

@@ -7,7 +7,9 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <iterator>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -16,9 +18,11 @@
 #include <utility>
 #include <vector>
 
+#include "treadle/batch.hpp"
 #include "treadle/data/dataset.hpp"
 #include "treadle/data/loader_options.hpp"
 #include "treadle/data/random.hpp"
+#include "treadle/error.hpp"
 #include "treadle/loader.hpp"
 
 namespace treadle {
@@ -107,59 +111,111 @@ template <class L, class... Fs>
 class MappedLoader {
   using Range = std::remove_reference_t<L>;
   using Inner = decltype(std::declval<Range&>().begin());
+  using Functions = std::tuple<Fs...>;
 
  public:
-  explicit MappedLoader(L&& loader, Fs... fs) : loader_(std::forward<L>(loader)), fs_(std::move(fs)...) {}
+  explicit MappedLoader(L&& loader, Fs... fs)
+      : loader_(std::forward<L>(loader)), fs_(std::make_shared<const Functions>(std::move(fs)...)) {}
 
+  /// Goes through one pass; it may outlive the `MappedLoader` as far as the loader's own iterator does.
   class Iterator {
-    static auto through(const std::tuple<Fs...>& all, const Inner& it) {
-      std::vector<KeyedGenerator> generators;
-      if constexpr (requires { it.generators(); }) generators = it.generators();
-      std::span<KeyedGenerator> random(generators);
-      auto copy = *it;
+    struct Pass {
+      Inner it;
+      decltype(std::declval<Range&>().end()) end;
+    };
+    static auto through(const Functions& all, auto batch, std::span<KeyedGenerator> random) {
       return std::apply(
-          [&](const Fs&... fs) { return treadle::detail::apply_transforms(std::move(copy), random, fs...); }, all);
+          [&](const Fs&... fs) { return treadle::detail::apply_transforms(std::move(batch), random, fs...); }, all);
     }
+    using Given = std::remove_cvref_t<decltype(*std::declval<Inner&>())>;
 
    public:
     using iterator_concept = std::input_iterator_tag;
     using iterator_category = std::input_iterator_tag;
-    using value_type = decltype(through(std::declval<const std::tuple<Fs...>&>(), std::declval<const Inner&>()));
+    using value_type =
+        decltype(through(std::declval<const Functions&>(), std::declval<Given>(), std::span<KeyedGenerator>()));
     using difference_type = std::ptrdiff_t;
     using reference = const value_type&;
     using pointer = const value_type*;
 
     Iterator() = default;
-    reference operator*() const { return *batch_; }
-    pointer operator->() const { return &*batch_; }
+    reference operator*() const {
+      if (!batch_) make();
+      return *batch_;
+    }
+    pointer operator->() const { return &**this; }
     Iterator& operator++() {
       batch_.reset();
-      ++it_;
-      make();
+      ++pass_->it;
+      ++number_;
+      arrived();
       return *this;
     }
     void operator++(int) { ++*this; }
-    friend bool operator==(const Iterator& it, std::default_sentinel_t) { return !it.batch_; }
+    friend bool operator==(const Iterator& it, std::default_sentinel_t) { return !it.more_; }
+
+    Position at() const requires requires(const Inner& it) { it.at(); }
+    { return pass_->it.at(); }
+    bool is_last() const requires requires(const Inner& it) { it.is_last(); }
+    { return pass_->it.is_last(); }
+    void cancel() const requires requires(const Inner& it) { it.cancel(); }
+    { pass_->it.cancel(); }
 
    private:
     friend class MappedLoader;
-    explicit Iterator(MappedLoader& loader) : loader_(&loader), it_(loader.loader_.begin()) { make(); }
-    void make() {
-      if (it_ != loader_->loader_.end()) batch_.emplace(through(loader_->fs_, it_));
+    Iterator(Range& loader, std::shared_ptr<const Functions> fs)
+        : fs_(std::move(fs)), pass_(Pass{loader.begin(), loader.end()}) {
+      arrived();
+    }
+    /// What runs on a device is begun when the batch is used, or it would count as waiting for data.
+    void arrived() {
+      more_ = pass_->it != pass_->end;
+      if (!more_) return;
+      bool on_cpu = true;
+      treadle::for_each_tensor(std::as_const(*pass_->it),
+                               [&](const at::Tensor& tensor) { on_cpu &= !tensor.defined() || tensor.is_cpu(); });
+      if (on_cpu) make();
+    }
+    void make() const {
+      std::vector<KeyedGenerator> random;
+      if constexpr (requires { pass_->it.generators(); }) random = pass_->it.generators();
+      Given batch = *pass_->it;
+      try {
+        batch_.emplace(through(*fs_, std::move(batch), random));
+      } catch (const std::exception& error) {
+        more_ = false;
+        std::throw_with_nested(DataError("data::map_batches: a function of " + name() +
+                                         " failed: " + treadle::detail::first_line(error.what())));
+      } catch (...) {
+        more_ = false;
+        throw;
+      }
+    }
+    std::string name() const {
+      if constexpr (requires { pass_->it.at(); }) {
+        const Position at = pass_->it.at();
+        return "batch " + std::to_string(at.batch) + " of epoch " + std::to_string(at.epoch);
+      } else {
+        return "batch " + std::to_string(number_) + " of this pass";
+      }
     }
 
-    MappedLoader* loader_ = nullptr;
-    Inner it_{};
-    std::optional<value_type> batch_;
+    std::shared_ptr<const Functions> fs_;
+    mutable std::optional<Pass> pass_;  // some iterators have no const operator*
+    mutable std::optional<value_type> batch_;
+    mutable bool more_ = false;
+    std::int64_t number_ = 0;
   };
 
-  Iterator begin() { return Iterator(*this); }
+  Iterator begin() { return Iterator(loader_, fs_); }
   std::default_sentinel_t end() const { return {}; }
 
   std::int64_t size() const requires sized_loader<Range> { return loader_.size(); }
   void set_epoch(std::int64_t epoch) requires reseedable_loader<Range> { loader_.set_epoch(epoch); }
   Position position() const requires resumable<Range> { return loader_.position(); }
   void seek(Position position) requires resumable<Range> { loader_.seek(position); }
+  auto sought() const requires requires(const Range& r) { r.sought(); }
+  { return loader_.sought(); }
 
   Range& loader() { return loader_; }
   const auto& options() const requires requires(const Range& r) { r.options(); }
@@ -170,12 +226,12 @@ class MappedLoader {
   auto with(const LoaderOptions& options) const requires requires(const Range& r) { r.with(options); }
   {
     using Other = decltype(loader_.with(options));
-    return std::apply([&](const Fs&... fs) { return MappedLoader<Other, Fs...>(loader_.with(options), fs...); }, fs_);
+    return std::apply([&](const Fs&... fs) { return MappedLoader<Other, Fs...>(loader_.with(options), fs...); }, *fs_);
   }
 
  private:
   L loader_;
-  std::tuple<Fs...> fs_;
+  std::shared_ptr<const Functions> fs_;
 };
 
 /// `loader` with its batches put through `fs`, in order, by the thread that asks for them and on the device where they
@@ -183,6 +239,8 @@ class MappedLoader {
 ///
 /// A function takes the batch or its `data`, perhaps with a `std::span<KeyedGenerator>` after it: one for each row, a
 /// function of (seed, epoch, sample), from a `Loader` or a `StreamLoader`. It returns what takes the batch's place.
+/// What it throws arrives as `DataError` with the batch's number (the original is nested in it), and ends the pass; the
+/// position is then behind that batch.
 template <class L, class... Fs>
 MappedLoader<L, Fs...> map_batches(L&& loader, Fs... fs) {
   return MappedLoader<L, Fs...>(std::forward<L>(loader), std::move(fs)...);

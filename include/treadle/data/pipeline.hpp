@@ -38,7 +38,8 @@ struct Abandoned {};
 /// `Work` has `claim()`, which gives a `std::optional` of the next job and is called by one thread at a time, in order;
 /// and `make(job, stop)`, which is called by several at once, and throws `Abandoned` where it sees `stop` set. At most
 /// `depth` results are in the making or ready. An exception of either takes its result's place in the order, and ends
-/// everything. The destructor waits for what is in the making.
+/// everything. The destructor waits for what is in the making; where that waits for something itself, a `cancel()` of
+/// `Work`, called from the thread that ends, makes it give up.
 template <class Work>
 class Pipeline {
  public:
@@ -72,13 +73,19 @@ class Pipeline {
   /// What makes the results; its parts that never change may be looked at.
   const Work& work() const { return work_; }
 
-  /// Ends everything, and waits until no thread is left.
-  void stop() {
+  /// From any thread: a thread that waits in `next`, or makes a result there, gives up, and there are no further ones.
+  void cancel() {
     {
       const std::lock_guard lock(mutex_);
       stop_.store(true, std::memory_order_relaxed);
     }
     room_.notify_all();
+    ready_.notify_all();
+    if constexpr (requires { work_.cancel(); }) work_.cancel();
+  }
+  /// Ends everything, and waits until no thread is left.
+  void stop() {
+    cancel();
     for (auto& thread : threads_) thread.join();
     threads_.clear();
     slots_.clear();
@@ -101,7 +108,9 @@ class Pipeline {
     {
       std::unique_lock lock(mutex_);
       Slot& next = slots_[static_cast<std::size_t>(taken_) % slots_.size()];
-      ready_.wait(lock, [&] { return next.result || next.error || (ended_ && taken_ == claimed_); });
+      ready_.wait(lock, [&] {
+        return next.result || next.error || (ended_ && taken_ == claimed_) || stop_.load(std::memory_order_relaxed);
+      });
       slot = std::exchange(next, Slot{});
       if (!slot.result && !slot.error) return std::nullopt;
       ++taken_;

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "treadle/batch.hpp"
 #include "treadle/data/collate.hpp"
 #include "treadle/data/dataset.hpp"
 #include "treadle/data/loader_options.hpp"
@@ -24,6 +25,7 @@
 #include "treadle/data/pass.hpp"
 #include "treadle/data/pipeline.hpp"
 #include "treadle/data/random.hpp"
+#include "treadle/data/ready.hpp"
 #include "treadle/error.hpp"
 #include "treadle/runtime/device.hpp"
 
@@ -94,16 +96,25 @@ class StreamWork {
           },
           [&, at = number] { return name.sample(at); });
     }
-    auto batch = collate_batch(parts_->collate, std::span<const Sample>(samples), pin_, name,
-                               [&](std::int64_t i) { return job.samples[static_cast<std::size_t>(i)].first; });
-    if (pin_) pin(batch);
-    return batch;
+    Made made{collate_batch(parts_->collate, std::span<const Sample>(samples), pin_, name,
+                            [&](std::int64_t i) { return job.samples[static_cast<std::size_t>(i)].first; })};
+    if (pin_) pin(made.batch);
+    if (parts_->options.workers > 0) made.ready.mark(made.batch);
+    return made;
   }
+  template <class B>
+  void arrive(Made<B>& made) const {
+    made.ready.arrive(made.batch);
+  }
+  template <class B>
+  void leave(Made<B>&) const {}
 
   /// Random numbers for the rows of batch `k`, for who changes batches; no more rows than a whole batch has.
-  std::vector<data::KeyedGenerator> generators(std::int64_t k, std::int64_t rows) const {
+  template <class B>
+  std::vector<data::KeyedGenerator> generators(std::int64_t k, const Made<B>& made) const {
     const data::LoaderOptions& options = parts_->options;
     std::vector<data::KeyedGenerator> all;
+    const std::int64_t rows = treadle::rows(made.batch);
     for (std::int64_t i = 0; i < rows; ++i)
       all.emplace_back(options.seed ^ for_batches, epoch_,
                        (k * options.batch_size + i) * options.world_size + options.rank);
@@ -157,15 +168,28 @@ class StreamLoader {
       : StreamLoader(Parts{std::make_shared<const S>(std::move(stream)), options, std::move(collate)}) {}
 
   /// Begins the next epoch, or where `seek` said.
-  Iterator begin() { return turns_.begin(Work(parts_, turns_.start()), parts_->options, -1); }
+  Iterator begin() {
+    return turns_.begin(Work(parts_, turns_.start()), parts_->options.workers, parts_->options.depth(), -1);
+  }
   std::default_sentinel_t end() const { return {}; }
 
   /// Makes `epoch` the one that the next `begin` gives.
   void set_epoch(std::int64_t epoch) { turns_.set_epoch(epoch); }
   /// Which batch comes next: of the pass that began last, behind what it has given.
   Position position() const { return turns_.position(); }
-  /// Makes the next `begin` start at `position`.
-  void seek(Position position) { turns_.seek(position, -1); }
+  /// Makes the next `begin` start at `position`. Throws `ConfigError` for one that has no sample in any stream.
+  void seek(Position position) {
+    const LoaderOptions& options = parts_->options;
+    std::int64_t samples = 0;
+    if (__builtin_mul_overflow(position.batch, options.batch_size, &samples) ||
+        __builtin_mul_overflow(samples, std::int64_t{options.world_size}, &samples))
+      throw ConfigError("data::StreamLoader: batch " + std::to_string(position.batch) +
+                        " was sought, before which there would be more than 2^63 samples; seek what position() gave "
+                        "for the same data and options.");
+    turns_.seek(position, -1);
+  }
+  /// Where `seek` said that the next pass begins; none where it begins an epoch as ever.
+  std::optional<Position> sought() const { return turns_.sought(); }
 
   const LoaderOptions& options() const { return parts_->options; }
   /// What to change where it is too slow.

@@ -52,14 +52,28 @@ inline void check_rows(const at::Tensor& images, std::span<data::KeyedGenerator>
                     "; use it behind a data::Loader or data::StreamLoader, whose batches bring one for each row.");
 }
 
+/// Whether images `[C, H, W]` or `[N, C, H, W]` have their channels last in memory: then so has what is made of them.
+inline bool channels_last(const at::Tensor& images) {
+  if (images.is_contiguous()) return false;
+  const at::Tensor batch = images.dim() == 3 ? images.unsqueeze(0) : images;
+  return batch.dim() == 4 && batch.is_contiguous(at::MemoryFormat::ChannelsLast);
+}
+
 /// Of image n the rows `ys[n]` and the columns `xs[n]`, int64 `[N, h]` and `[N, w]`: `[N, C, h, w]`, in one pass.
 inline at::Tensor pick(const at::Tensor& images, const at::Tensor& ys, const at::Tensor& xs) {
   const auto options = ys.options();
+  const std::int64_t rows = images.size(0);
   c10::List<std::optional<at::Tensor>> places;
-  places.push_back(at::arange(images.size(0), options).view({-1, 1, 1, 1}));
+  if (channels_last(images)) {
+    places.push_back(at::arange(rows, options).view({-1, 1, 1}));
+    places.push_back(ys.view({rows, -1, 1}));
+    places.push_back(xs.view({rows, 1, -1}));
+    return at::index(images.permute({0, 2, 3, 1}), places).permute({0, 3, 1, 2});
+  }
+  places.push_back(at::arange(rows, options).view({-1, 1, 1, 1}));
   places.push_back(at::arange(images.size(1), options).view({1, -1, 1, 1}));
-  places.push_back(ys.view({images.size(0), 1, -1, 1}));
-  places.push_back(xs.view({images.size(0), 1, 1, -1}));
+  places.push_back(ys.view({rows, 1, -1, 1}));
+  places.push_back(xs.view({rows, 1, 1, -1}));
   return at::index(images, places);
 }
 
@@ -104,7 +118,10 @@ struct RandomCrop {
     const auto [y, x] = draw(image, random);
     if (padding == 0) return image.narrow(1, y, height).narrow(2, x, columns());
     // What lies within the image, put into zeros: a fraction of what padding all of it takes.
-    at::Tensor part = at::zeros({image.size(0), height, columns()}, image.options());
+    const std::int64_t channels = image.size(0);
+    at::Tensor part = treadle::detail::channels_last(image)
+                          ? at::zeros({height, columns(), channels}, image.options()).permute({2, 0, 1})
+                          : at::zeros({channels, height, columns()}, image.options());
     const auto [top, rows] = overlap(y - padding, height, image.size(1));
     const auto [left, columns_in] = overlap(x - padding, columns(), image.size(2));
     if (rows > 0 && columns_in > 0)

@@ -34,8 +34,9 @@ namespace detail {
 /// `f` of the images as floats; what were bytes are rounded to bytes again.
 template <class F>
 at::Tensor as_floats(const at::Tensor& images, const F& f) {
-  if (images.is_floating_point()) return f(images);
-  return f(images.to(at::kFloat)).round_().clamp_(0, 255).to(images.scalar_type());
+  at::Tensor made = f(images.is_floating_point() ? images : images.to(at::kFloat));
+  if (channels_last(images)) made = made.contiguous(at::MemoryFormat::ChannelsLast);
+  return images.is_floating_point() ? made : made.round_().clamp_(0, 255).to(images.scalar_type());
 }
 
 /// One image through what takes a batch.

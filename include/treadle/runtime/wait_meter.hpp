@@ -8,6 +8,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <deque>
 #include <utility>
 #include <vector>
 
@@ -27,6 +28,7 @@ class WaitMeter {
   template <class F>
   auto operator()(F&& next) {
     if (device_.is_cuda()) {
+      while (marks_.size() >= most_marks && marks_[1].query()) add_first();
       mark();
       auto value = next();
       mark();
@@ -40,24 +42,36 @@ class WaitMeter {
 
   /// Seconds since the last call. Waits for the device: for log points.
   double take() {
-    for (std::size_t i = 0; i + 1 < used_; i += 2) {
-      marks_[i + 1].synchronize();  // sync: log point
-      seconds_ += marks_[i].elapsedTime(marks_[i + 1]) / 1000;
+    while (marks_.size() >= 2) {
+      marks_[1].synchronize();  // sync: log point
+      add_first();
     }
-    used_ = 0;
     return std::exchange(seconds_, 0.0);
   }
 
  private:
+  /// Between log points that are far apart, what the device has passed is added up; more marks than these there are
+  /// only where it lags so far behind.
+  static constexpr std::size_t most_marks = 128;
+
   void mark() {
-    if (used_ == marks_.size()) marks_.emplace_back(device_.type(), c10::EventFlag::BACKEND_DEFAULT);  // with a clock
-    marks_[used_++].record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    if (spare_.empty()) spare_.emplace_back(device_.type(), c10::EventFlag::BACKEND_DEFAULT);  // with a clock
+    marks_.push_back(std::move(spare_.back()));
+    spare_.pop_back();
+    marks_.back().record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  }
+  void add_first() {
+    seconds_ += marks_[0].elapsedTime(marks_[1]) / 1000;
+    for (int i = 0; i < 2; ++i) {
+      spare_.push_back(std::move(marks_.front()));
+      marks_.pop_front();
+    }
   }
 
   at::Device device_;
   double seconds_ = 0;
-  std::vector<c10::Event> marks_;  // in pairs, used again after each log point
-  std::size_t used_ = 0;
+  std::deque<c10::Event> marks_;   // in pairs
+  std::vector<c10::Event> spare_;  // to be used again
 };
 
 }  // namespace detail
