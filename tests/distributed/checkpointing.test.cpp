@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "checkpointing/block_net.hpp"
+#include "support/one_gpu.hpp"
 #include "support/ranks.hpp"
 
 namespace {
@@ -70,6 +71,7 @@ void matrix(const td::World& world) {
   check(BlockEntropy{});
   check(BlockEntropy{}, td::precision::Bf16Weights{}, td::accumulation::SplitBatch{.micro_batches = 2},
         td::nonfinite::Skip{});
+  if constexpr (Use == ParameterUse::Every) check(BlockEntropy{}, td::precision::Fp16{.initial_scale = 64}, over);
 }
 /// Blocks whose batch norms share their statistics over ranks: a recompute shares them again.
 struct SyncNetImpl : torch::nn::Module {

@@ -8,18 +8,14 @@
 #include <c10/cuda/CUDAFunctions.h>
 #endif
 
+#include "support/one_gpu.hpp"
 #include "support/skip.hpp"
 #define REQUIRE_DEVICE() TREADLE_REQUIRE_CUDA()
 #include "distributed/failures.hpp"
 #include "distributed/training.hpp"
 
 namespace {
-const bool hosts_differ = [] {
-  const char* rank = std::getenv("RANK");
-  if (rank != nullptr) {
-    ::setenv("NCCL_HOSTID", rank, 1);
-    ::setenv("NCCL_SOCKET_IFNAME", "lo", 0);
-  }
+const bool on_first = [] {
   if (torch::cuda::is_available()) chosen_device() = at::Device(at::kCUDA, 0);
   return true;
 }();
