@@ -6,7 +6,8 @@ Usage: checkpointing.py [--blocks N] [--steps N] [--only NAME] [--compile] [--sm
 
 GPT of the 350M class: 24 blocks, width 1024, 16 heads, 1024 tokens, batch 8, bfloat16 autocast, fused AdamW. "above_gib" is the
 allocator's peak above weights and moments, "ratio" the time against "plain" (with --compile, of the compiled rows against "compile plain").
-Rows are timed in interleaved blocks. Needs a Python that imports torch, and a GPU unless --small.
+Eager rows are timed in interleaved blocks; a compiled row is made, timed and freed before the next one is set up, since the compiler's
+settings hold for the process. Needs a Python that imports torch, and a GPU unless --small.
 """
 import argparse
 import functools
@@ -76,7 +77,8 @@ class Row:
     def __init__(self, name: str, sizes: dict, batch, device: str, way: str, compiled: bool = False, budget: float = 1.0) -> None:
         torch.manual_seed(1)
         self.name, self.batch, self.device, self.way, self.times = name, batch, device, way, []
-        self.model = Model(**sizes).to(device)
+        with torch.device(device):
+            self.model = Model(**sizes)
         self.rule = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.call = self.model
         if compiled:
@@ -130,24 +132,42 @@ def main() -> None:
     if arguments.compile:
         wanted += [("compile plain", "plain", True, 1.0), ("compile budget 0.5", "plain", True, 0.5),
                    ("compile every block", "every block", True, 1.0)]
-    rows = [Row(name, sizes, batch, device, way, compiled, budget) for name, way, compiled, budget in wanted
-            if not arguments.only or name in (arguments.only, "plain", "compile plain")]
-    for _ in range(arguments.blocks):
-        for row in rows:
+    wanted = [row for row in wanted if not arguments.only or row[0] in (arguments.only, "plain", "compile plain")]
+
+    def time_one(row: Row) -> None:
+        row.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(arguments.steps):
             row.step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(arguments.steps):
-                row.step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            row.times.append((time.perf_counter() - began) * 1e3 / arguments.steps)
-    plain = {row.name: statistics.median(row.times) for row in rows}
-    for row in rows:
-        against = plain.get("compile plain") if row.name.startswith("compile") else plain["plain"]
-        print(json.dumps({"name": row.name, "above_gib": round(row.above, 3), "ms": round(plain[row.name], 2),
-                          "ratio": round(plain[row.name] / against, 3), "torch": torch.__version__}))
+        if device == "cuda":
+            torch.cuda.synchronize()
+        row.times.append((time.perf_counter() - began) * 1e3 / arguments.steps)
+
+    def print_row(row: Row, plain: list) -> None:
+        ratios = [mine / theirs for mine, theirs in zip(row.times, plain)]
+        print(json.dumps({"name": row.name, "above_gib": round(row.above, 3), "ms": round(statistics.median(row.times), 2),
+                          "ratio": round(statistics.median(ratios), 3), "ratio_least": round(min(ratios), 3),
+                          "ratio_largest": round(max(ratios), 3), "torch": torch.__version__}), flush=True)
+
+    eager = [Row(name, sizes, batch, device, way) for name, way, compiled, _ in wanted if not compiled]
+    for _ in range(arguments.blocks):
+        for row in eager:
+            time_one(row)
+    for row in eager:
+        print_row(row, eager[0].times)
+    del row, eager
+    plain = []
+    for name, way, compiled, budget in wanted:
+        if not compiled:
+            continue
+        row = Row(name, sizes, batch, device, way, compiled, budget)
+        for _ in range(arguments.blocks):
+            time_one(row)
+        plain = plain or row.times
+        print_row(row, plain)
+        del row
 
 
 if __name__ == "__main__":
