@@ -96,8 +96,9 @@ std::string shard_text(const L& range, std::int64_t rank, std::int64_t world_siz
     if (options.world_size != world_size ? rank == 0 : options.rank != rank)
       return "treadle::Trainer::fit: the loader of rank " + std::to_string(rank) + " of " + std::to_string(world_size) +
              " gives the rows of rank " + std::to_string(options.rank) + " of " + std::to_string(options.world_size) +
-             ", so that ranks train on the same rows: make its options with treadle::data::sharded(options). (If each "
-             "rank has a data set of its own, all is well.)";
+             ", so that ranks train on the same rows unless each has a data set of its own: make the loader's options "
+             "with "
+             "treadle::data::sharded(options).";
   }
   return {};
 }

@@ -6,6 +6,10 @@
 #include <treadle/data/prefetch.hpp>
 #include <treadle/data/tensor_loader.hpp>
 #include <treadle/data/transforms.hpp>
+#include <treadle/loader.hpp>
+#include <treadle/runtime/rank_device.hpp>
+#include <treadle/runtime/wait_meter.hpp>
+#include <treadle/runtime/world.hpp>
 
 #include <torch/torch.h>
 
@@ -17,6 +21,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "support/doctest.hpp"
@@ -136,9 +141,11 @@ void behaves(at::Device device) {
   td::data::Loader loader{counted, {.batch_size = 1}};
   auto ahead = td::data::prefetch(loader, {.device = device, .depth = 3});
   auto it = ahead.begin();
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  CHECK(counted.made->load() <= 1 + 3 + 1);  // in use, ahead, and the one that begin() of the loader made
-  CHECK(counted.made->load() >= 1 + 3);
+  for (int tries = 0; tries < 500 && counted.made->load() < 1 + 3; ++tries)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  CHECK(counted.made->load() == 1 + 3);  // in use, and ahead
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  CHECK(counted.made->load() == 1 + 3);
   for (int pass = 0; pass < 200; ++pass) CHECK(all(ahead, 2).size() == 2);  // left early
 }
 
@@ -147,6 +154,47 @@ void behaves(at::Device device) {
 TEST_CASE("prefetch gives a loader's batches, in order, from any position on") {
   behaves(at::kCPU);
   CHECK_SAYS(td::ConfigError, "depth must be at least 1", td::data::prefetch(std::vector<td::Batch>{}, {.depth = 0}));
+}
+
+namespace {
+/// The second batch of 2000 takes 20 s.
+struct Slow {
+  std::int64_t size() const { return 10'000; }
+  td::data::Example get(std::int64_t i) const {
+    if (i >= 2000) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    return {torch::full({1}, i), i};
+  }
+};
+}  // namespace
+
+TEST_CASE("leaving a prefetched pass does not wait for the loader's next batch") {
+  for (const int workers : {0, 1}) {
+    const td::data::Loader loader{Slow{}, {.batch_size = 2000, .workers = workers}};
+    const auto seconds_to_leave = [](auto all) {
+      auto it = all.begin();
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));  // time to ask for the next
+      const auto begin = std::chrono::steady_clock::now();
+      it = {};
+      return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    };
+    const td::data::PrefetchOptions options{.device = at::Device(at::kCPU)};
+    auto inner = loader;
+    CHECK(seconds_to_leave(td::data::prefetch(std::move(inner), options)) < 5);
+    auto mapped = td::data::map_batches(td::data::Loader<Slow>(loader), [](td::Batch batch) { return batch; });
+    CHECK(seconds_to_leave(td::data::prefetch(std::move(mapped), options)) < 5);
+  }
+}
+
+TEST_CASE("a rank's device is the GPU of its local rank") {
+  td::World world;
+  world.world_size = 8;
+  world.rank = 6;
+  world.local_world_size = 4;
+  world.local_rank = 2;
+  CHECK(td::rank_device(world, 0) == at::Device(at::kCPU));
+  CHECK(td::rank_device(world, 4) == at::Device(at::kCUDA, 2));
+  CHECK_SAYS(td::ConfigError, "local rank 2 has no GPU", td::rank_device(world, 2));
+  CHECK(td::rank_device(td::World{}, 4) == at::Device(at::kCUDA, 0));
 }
 
 TEST_CASE("prefetch does the same on a CUDA device") {
@@ -176,7 +224,7 @@ void work(std::int64_t rounds) {
 }
 }  // namespace
 
-TEST_CASE("asking for a batch never makes the host wait for the device") {
+TEST_CASE("asking for a batch calls nothing that makes the host wait for the device") {
   TREADLE_REQUIRE_CUDA();
   td::data::TensorLoader loader{numbered(64, 1000), {.batch_size = 8, .shuffle = true, .workers = 1}};
   auto fetched = td::data::prefetch(loader);
@@ -222,6 +270,101 @@ TEST_CASE("batches are right while the device lags behind, are kept when kept, a
     const std::int64_t of_work = 3 * 64 * (1 << 20) + 2 * 8 * (1 << 20);  // products, and a batch in fp64
     CHECK(peak <= of_work + (depth + 3) * 8 * (1 << 20) + (8 << 20));
   }
+}
+
+namespace {
+/// Batches that are made on the device by slow work, on the stream of whoever asks for them.
+struct Made {
+  std::int64_t size() const { return 64; }
+  td::Batch get_batch(const td::data::Rows& rows) const {
+    work(4);
+    return {torch::full({1 << 16}, rows[0], torch::kCUDA), torch::full({1}, rows[0], torch::kCUDA)};
+  }
+};
+}  // namespace
+
+TEST_CASE("what other threads make on a device is waited for by the stream that uses it") {
+  TREADLE_REQUIRE_CUDA();
+  work(1);
+  torch::cuda::synchronize();
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool(false, 0));
+  const auto check = [](auto&& loader) {
+    std::int64_t k = 0;
+    std::vector<at::Tensor> right;
+    for (const auto& batch : loader) right.push_back(batch.data.eq(8 * k++).all());
+    CHECK(k == 8);
+    CHECK(torch::stack(right).all().template item<bool>());
+  };
+  for (const int workers : {1, 3}) {
+    const td::data::Loader<Made> loader{Made{}, {.batch_size = 8, .workers = workers}};
+    check(td::data::Loader<Made>(loader));
+    check(td::data::prefetch(td::data::Loader<Made>(loader)));
+  }
+  // Functions of batches that run on the device in the prefetching thread.
+  check(
+      td::data::prefetch(td::data::map_batches(td::data::Loader<Made>{Made{}, {.batch_size = 8}}, [](td::Batch batch) {
+        work(4);
+        return td::Batch{batch.data + 0, batch.target};
+      })));
+}
+
+TEST_CASE("passes use one stream and one ring of page-locked memory, one after the other") {
+  TREADLE_REQUIRE_CUDA();
+  td::data::TensorLoader loader{numbered(80, 1 << 18), {.batch_size = 8}};
+  auto fetched = td::data::prefetch(loader);
+  const auto reserved = [] {
+    torch::cuda::synchronize();
+    return c10::cuda::CUDACachingAllocator::getDeviceStats(0).reserved_bytes[0].current;
+  };
+  for (int pass = 0; pass < 3; ++pass) static_cast<void>(all(fetched));
+  const auto before = reserved();
+  for (int pass = 0; pass < 20; ++pass) static_cast<void>(all(fetched, pass % 2 == 0 ? 3 : 100));
+  CHECK(reserved() <= before + (16 << 20));  // a new stream each time would take 30 MB and more
+}
+
+TEST_CASE("pictures arrive with their channels where they were") {
+  TREADLE_REQUIRE_CUDA();
+  const auto pictures = torch::arange(4 * 3 * 5 * 6).reshape({4, 5, 6, 3}).permute({0, 3, 1, 2});
+  for (const bool pinned : {false, true}) {
+    std::vector<td::Batch> list{{pinned ? pictures.pin_memory() : pictures, torch::arange(4)}};
+    for (const auto& batch : td::data::prefetch(list)) {
+      CHECK(batch.data.is_contiguous(at::MemoryFormat::ChannelsLast));
+      CHECK(torch::equal(batch.data.cpu(), pictures));
+    }
+  }
+}
+
+TEST_CASE("what functions of batches compute on the device is not a wait for data") {
+  TREADLE_REQUIRE_CUDA();
+  const at::Device device(at::kCUDA, 0);
+  td::data::TensorLoader loader{numbered(800), {.batch_size = 1}};
+  auto sent = td::data::prefetch(loader);
+  auto slow = td::data::map_batches(sent, [](td::Batch batch) {
+    work(1);
+    return batch;
+  });
+  work(1);
+  torch::cuda::synchronize();
+  td::detail::WaitMeter meter(device);
+  const auto begin = std::chrono::steady_clock::now();
+  std::int64_t given = 0;
+  td::detail::for_each_batch<false>(
+      slow, [&](const td::Batch& batch, bool) { return given += td::rows(batch), given < 200; }, meter);
+  torch::cuda::synchronize();
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  CHECK(meter.take() < 0.3 * seconds);
+  // The same in the middle, where it is a wait; far more marks than are kept are made between two looks.
+  const auto again = std::chrono::steady_clock::now();
+  for (int i = 0; i < 200; ++i)
+    meter([] {
+      work(1);
+      return 0;
+    });
+  torch::cuda::synchronize();
+  const double all_of_it = std::chrono::duration<double>(std::chrono::steady_clock::now() - again).count();
+  const double waited = meter.take();
+  CHECK(waited > 0.6 * all_of_it);
+  CHECK(waited <= all_of_it * 1.01);
 }
 
 TEST_CASE("the stream that asks is the one that waits") {

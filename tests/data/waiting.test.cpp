@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is said of a loader that is too slow, and how many workers it is told to have.
+// What `fit` makes of a loader: where it begins, what is said of one that is too slow; and how many workers it is told
+// to have.
 // treadle-test: SERIAL
 #include <treadle/data/bench.hpp>
 #include <treadle/data/loader.hpp>
@@ -109,6 +110,73 @@ TEST_CASE("training is the same, bit by bit, however its batches are made") {
   td::data::Loader loader{by_sample, threads};
   CHECK(torch::equal(train(td::data::prefetch(loader, {.device = at::Device(at::kCPU), .depth = 3})), want));
   CHECK(!torch::equal(train(td::data::TensorLoader{data, {.batch_size = 7, .shuffle = true, .seed = 6}}), want));
+}
+
+namespace {
+/// The first target of each batch that was trained on.
+struct Seen {
+  std::vector<std::int64_t>* firsts;
+  td::Loss operator()(torch::nn::LinearImpl& net, const td::Batch& batch) const {
+    firsts->push_back(batch.target[0].item<std::int64_t>());
+    return td::mean_loss(net.forward(batch.data), batch.target.remainder(2));
+  }
+};
+struct Plan {
+  std::int64_t* steps;
+  void on_fit_begin(const td::observe::RunInfo& info) { *steps = info.total_steps; }
+};
+template <class Accumulation = td::accumulation::NoAccumulation>
+auto seeing(std::vector<std::int64_t>& firsts, std::int64_t& planned, Accumulation accumulation = {}) {
+  return td::Trainer{torch::nn::Linear(4, 2), Seen{&firsts}, td::optim::Sgd{},
+                     td::policies(td::parallelism::SingleDevice{.device = at::Device(at::kCPU)}, accumulation),
+                     td::observers(Plan{&planned})};
+}
+}  // namespace
+
+TEST_CASE("fit goes on where the loader was sought, and plans what is left") {
+  const td::Batch data{torch::linspace(-1, 1, 160).reshape({40, 4}), torch::arange(40)};
+  const td::data::TensorLoader loader{data, {.batch_size = 4, .shuffle = true, .seed = 5}};
+  std::int64_t planned = 0;
+  std::vector<std::int64_t> want;  // 4 epochs of 10 batches
+  {
+    auto trainer = seeing(want, planned);
+    auto all = loader;
+    trainer.fit(all, {.epochs = 4});
+    REQUIRE(want.size() == 40);
+    REQUIRE(planned == 40);
+    // Only `seek` is heard: a loader that another trainer has used up begins as ever.
+    std::vector<std::int64_t> firsts;
+    auto other = seeing(firsts, planned);
+    other.fit(all, {});
+    CHECK(firsts == std::vector(want.begin(), want.begin() + 10));
+  }
+  const auto goes_on = [&](auto&& sought) {
+    std::vector<std::int64_t> firsts;
+    auto trainer = seeing(firsts, planned);
+    sought.seek({1, 6});
+    auto result = trainer.fit(sought, {.epochs = 2});
+    CHECK(planned == 14);
+    CHECK(result.steps == 14);
+    CHECK(result.epochs == 2);
+    CHECK(firsts == std::vector(want.begin() + 16, want.begin() + 30));
+    CHECK((sought.position() == td::data::Position{3, 0}));
+    trainer.fit(sought, {});  // which is the next epoch
+    CHECK(planned == 10);
+    CHECK(firsts == std::vector(want.begin() + 16, want.end()));
+  };
+  goes_on(td::data::TensorLoader(loader));
+  goes_on(td::data::map_batches(td::data::TensorLoader(loader), [](td::Batch batch) { return batch; }));
+  goes_on(td::data::prefetch(td::data::TensorLoader(loader), {.device = at::Device(at::kCPU)}));
+  for (const auto tail : {td::accumulation::Tail::Step, td::accumulation::Tail::Drop}) {
+    std::vector<std::int64_t> firsts;
+    auto trainer = seeing(firsts, planned, td::accumulation::AccumulateOver{.batches = 3, .tail = tail});
+    auto sought = loader;
+    sought.seek({0, 5});
+    CHECK(trainer.fit(sought, {.epochs = 2}).steps == (tail == td::accumulation::Tail::Step ? 6 : 4));
+    CHECK(planned == (tail == td::accumulation::Tail::Step ? 6 : 4));
+    sought.seek({2, 8});  // less than a window is left, which may well be
+    CHECK(trainer.fit(sought, {.epochs = 2}).steps == (tail == td::accumulation::Tail::Step ? 5 : 3));
+  }
 }
 
 TEST_CASE("bench counts samples by workers, picks the fewest that do, and leaves the loader alone") {

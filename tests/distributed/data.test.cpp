@@ -357,6 +357,57 @@ const Role fits("fits", [](const td::World& world) {
     }
 });
 
+const Role goes_on("goes on", [](const td::World& world) {
+  const td::accumulation::AccumulateOver windows{.batches = 2};
+  for (const std::int64_t rows : {13, 24, 9})  // ranks differ by a batch, by none, by one that is all there is left
+    for (std::int64_t batch = 0; batch * 2 * world.world_size < rows; ++batch) {
+      CAPTURE(rows);
+      CAPTURE(batch);
+      const auto data = classes_of(rows);
+      auto ours_net = class_net();
+      auto one_net = class_net();
+      const td::optim::Sgd sgd{.learning_rate = 0.1, .schedule = td::schedule::one_cycle()};
+      td::Trainer job{ours_net, Classify{}, sgd, td::policies(parallel, windows)};
+      td::Trainer one{one_net, Classify{}, sgd, td::policies(alone, windows)};
+      TensorLoader part{data, td::data::sharded({.batch_size = 2, .shuffle = true, .seed = 9}, world)};
+      TensorLoader whole{data, {.batch_size = 2 * world.world_size, .shuffle = true, .seed = 9}};
+      part.seek({1, std::min(batch, part.size())});  // a rank without this batch stands behind its last one
+      whole.seek({1, batch});
+      const auto ours = job.fit(part, {.epochs = 2});
+      const auto theirs = one.fit(whole, {.epochs = 2});
+      CHECK(ours.steps == theirs.steps);
+      for (std::size_t epoch = 0; epoch < 2; ++epoch)
+        check_metrics(ours.history[epoch].train, theirs.history[epoch].train, reordered);
+      for (std::size_t i = 0; i < ours_net->parameters().size(); ++i)
+        CHECK(at::allclose(ours_net->parameters()[i], one_net->parameters()[i], reordered, reordered));
+    }
+  td::Trainer job{class_net(), Classify{}, td::optim::Sgd{}, td::policies(parallel)};
+  TensorLoader part{classes_of(24), td::data::sharded({.batch_size = 2}, world)};
+  part.seek({0, world.rank + 1});
+  CHECK_SAYS(td::ConfigError, "was told to begin at another batch than those of other ranks", job.fit(part, {}));
+  part.set_epoch(1);
+  if (world.rank == 1) part.seek({0, 0});
+  CHECK_SAYS(td::ConfigError, "was told to begin at another batch", job.fit(part, {}));
+});
+
+const Role forgets("forgets", [](const td::World& world) {
+  std::vector<std::string> warnings;
+  const td::Sink before = td::set_sink([&](td::Severity severity, std::string_view text) {
+    if (severity == td::Severity::Warning) warnings.emplace_back(text);
+  });
+  td::Trainer job{class_net(), Classify{}, td::optim::Sgd{}, td::policies(parallel)};
+  job.fit(TensorLoader{classes_of(8), {.batch_size = 2}}, {});
+  CHECK(warnings.size() == (world.rank == 0));
+  if (!warnings.empty()) {
+    CHECK(warnings[0].find("gives the rows of rank 0 of 1") != std::string::npos);
+    CHECK(treadle_test::is_sentence(warnings[0]));
+  }
+  warnings.clear();
+  job.fit(TensorLoader{classes_of(8), td::data::sharded({.batch_size = 2}, world)}, {});
+  CHECK(warnings.empty());
+  td::set_sink(before);
+});
+
 const Role nothing("a rank without a batch", [](const td::World& world) {
   const td::optim::Sgd sgd{.learning_rate = 0.1};
   for (std::int64_t rows = 1; rows < world.world_size; ++rows) {
@@ -374,6 +425,14 @@ TEST_CASE("evaluate over sharded loaders gives exactly one process's metrics, al
 
 TEST_CASE("fit over sharded loaders trains and counts as one process does") {
   for (const int ranks : {2, 3}) CHECK(run_ranks(ranks, "fits") == 0);
+}
+
+TEST_CASE("fit goes on from the middle of an epoch, also on ranks that have nothing left of it") {
+  for (const int ranks : {2, 3}) CHECK(run_ranks(ranks, "goes on") == 0);
+}
+
+TEST_CASE("fit says so where a loader gives every rank all rows") {
+  CHECK(run_ranks(2, "forgets") == 0);
 }
 
 TEST_CASE("fit lets a rank without any batch take part") {

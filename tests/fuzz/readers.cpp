@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gives one reader of files whatever libFuzzer thinks of: it may throw a treadle::DataError, and nothing else may
-// happen. TREADLE_FUZZ_READER chooses the reader; tests/fuzz/run builds and runs them all.
+// happen. TREADLE_FUZZ_READER chooses the reader; tests/fuzz/run builds and runs them all, readers.test.cpp gives each
+// a few thousand inputs that are always the same.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
