@@ -48,7 +48,8 @@ class ByteSource {
     std::vector<unsigned char> bytes;
     while (bytes.size() < size) {
       const std::size_t have = bytes.size();
-      const std::size_t piece = std::min(size - have, std::max<std::size_t>(have, std::size_t{1} << 16));
+      const std::size_t piece =
+          std::min(size - have, std::clamp<std::size_t>(have, std::size_t{1} << 16, std::size_t{1} << 24));
       bytes.resize(have + piece);
       const std::size_t got = read(bytes.data() + have, piece);
       bytes.resize(have + got);

@@ -27,7 +27,7 @@ namespace data {
 ///
 /// Throws `DataError` that names the file and what is wrong with it: missing, truncated, damaged, not IDX, sizes that
 /// do not fit, trailing bytes; gzip data of more than `most_bytes`, and all where Treadle was built without zlib.
-/// Memory is taken as bytes come, whatever the header says: at most twice what is there.
+/// Memory is taken as bytes come, whatever the header says: about twice what is there.
 inline at::Tensor read_idx(const std::filesystem::path& path,
                            std::int64_t most_bytes = treadle::detail::most_unpacked) {
   constexpr int most_dimensions = 8;
