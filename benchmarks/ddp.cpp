@@ -81,7 +81,7 @@ struct Contestant {
     run(20);  // buckets are rebuilt, state is made
   }
   Seconds run(int steps) {
-    trainer.parallelism().agree(0);  // all begin together
+    trainer.parallelism().agree(0, "the benchmark");  // all begin together
     const double processor = processor_time();
     const auto begin = std::chrono::steady_clock::now();
     for (int i = 0; i < steps; ++i) loss = trainer.accumulate(batches[static_cast<std::size_t>(i % 8)])->loss;
@@ -110,8 +110,8 @@ void work(const std::string& device, bool serve, int blocks) {
       std::string name;
       int which = 0, steps = 0;
       if (ranks.rank() == 0 && std::cin >> name >> steps) which = name == "mlp" ? 1 : 2;
-      which = static_cast<int>(ranks.agree(which));
-      steps = static_cast<int>(ranks.agree(steps));
+      which = static_cast<int>(ranks.agree(which, "the benchmark"));
+      steps = static_cast<int>(ranks.agree(steps, "the benchmark"));
       if (which == 0) return;
       const auto took = run(which, steps);
       if (ranks.rank() == 0) std::cout << took.wall << ' ' << took.processor << std::endl;

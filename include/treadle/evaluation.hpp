@@ -94,6 +94,8 @@ inline constexpr auto no_clock = [](auto&& next) { return next(); };
 
 template <class Trainer, class Range>
 Metrics evaluate(Trainer& trainer, Range& range, const EvaluateOptions& options) try {
+  RanksOf<Trainer> ranks(trainer.parallelism());
+  ranks.begin_evaluation();
   const Evaluator<Trainer> scope(trainer, options);
   observe::Meter meter;
   bool any = false;
@@ -119,9 +121,9 @@ Metrics evaluate(Trainer& trainer, Range& range, const EvaluateOptions& options)
         return true;
       },
       no_clock);
-  if (!any && !Trainer::Parallelism::processes)  // among several ranks one may well have none
+  if (!ranks.any_evaluated(any))  // among several ranks one may well have none
     throw DataError("treadle::Trainer::evaluate: the loader gave no batch; evaluation needs at least one.");
-  return RanksOf<Trainer>(trainer.parallelism()).gather(meter.take()).means();
+  return ranks.gather_evaluation(meter.take()).means();
 } catch (...) {
   RanksOf<Trainer>(trainer.parallelism()).leave_word();
   throw;

@@ -108,7 +108,7 @@ class Fit {
     if (!rates.planned() || rates.follows_run()) rates.plan(total);
     if constexpr (Trainer::Parallelism::processes)
       if (const auto odd = shard_text(train, ranks_.rank(), trainer_.parallelism().world_size()); !odd.empty())
-        warn(odd);
+        warn_of_this_rank(odd);
     skipped_before_ = read_skipped();
     observe::RunInfo info{.epochs = options_.epochs,
                           .steps_per_epoch = epoch_steps,

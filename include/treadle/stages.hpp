@@ -34,12 +34,14 @@ struct Stages {
   [[gnu::always_inline]] Weight weigh(const Loss& loss, const B& batch) const {
     const bool plain = is_plain_loss(loss.value) || check_loss(loss.value);
     const auto rows = [&] { return treadle::rows(batch); };
-    return {trainer.window_.add(loss, rows, [&](double count) { return trainer.parallelism_.agree(count); }), plain};
+    return {trainer.window_.add(loss, rows,
+                                [&](double count) { return trainer.parallelism_.agree(count, "the nominal count"); }),
+            plain};
   }
 
   /// In place of `weigh` and `backward` where there is nothing to count.
   void skip() const {
-    trainer.window_.add_nothing([&](double count) { return trainer.parallelism_.agree(count); });
+    trainer.window_.add_nothing([&](double count) { return trainer.parallelism_.agree(count, "the nominal count"); });
   }
 
   /// What this rank tells the others of its window: `Window::share`.

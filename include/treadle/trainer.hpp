@@ -77,7 +77,7 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
         context_((checkpointing_.attach(*model_, device(), buffers_), checkpointing_), names_) {
     window_.keep_losses(NonFinite::inspects_losses);
     window_.own_seeds(parameters_.any_of_one_element());
-    if (const double c0 = parallelism_.agree(options.nominal_count); c0 > 0) window_.set_c0(c0);
+    if (const double c0 = parallelism_.agree(options.nominal_count, "a trainer's start"); c0 > 0) window_.set_c0(c0);
   }
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;

@@ -110,6 +110,61 @@ void evaluation_throws(const td::World& world) {
 }
 const Role evaluation_throws_role("evaluation throws", evaluation_throws);
 
+/// Ends the rank as a program that catches nothing of `body` itself.
+template <class F>
+[[noreturn]] void end_with(F&& body) {
+  const int code = td::run_rank(body);
+  std::fflush(nullptr);
+  std::_Exit(code);
+}
+struct Slow {
+  ~Slow() { std::this_thread::sleep_for(seconds(2)); }
+};
+/// Rank 1 fails, where `how` says; the others lose it, and all report that, in any order.
+void cause(const td::World& world, const std::string& how) {
+  end_with([&] {
+    auto net = make<PlainNet>(1);
+    const Slow slow{};  // the one who fails is the last to say so
+    td::Trainer trainer{net, Thrower{world.rank == 1, how == "step" ? "throw" : "", 3}, td::optim::AdamW{},
+                        td::policies(ddp())};
+    if (how == "between" && world.rank == 1) throw std::runtime_error("the batch is broken");
+    trainer.fit(dealt(ragged(), world), {.epochs = 1});
+    trainer.evaluate(dealt(ragged(), world));
+  });
+}
+const Role cause_in_step_role("cause in step", [](const td::World& world) { cause(world, "step"); });
+const Role cause_between_role("cause between", [](const td::World& world) { cause(world, "between"); });
+
+/// Ranks that are not at the same call.
+const Role apart_role("apart", [](const td::World& world) {
+  const auto mine = dealt(ragged(), world);
+  const auto said = told(world, "", seconds(20), [&](auto& trainer) {
+    if (world.rank == 0) trainer.evaluate(mine);
+    trainer.fit(mine, {.epochs = 1});
+  });
+  CAPTURE(said);
+  CHECK(said.find("is at ") != said.npos);
+  CHECK(said.find("evaluate") != said.npos);
+  CHECK(said.find("the start of fit") != said.npos);
+});
+
+/// All handle a failure and go on; the next one is told by its own words.
+const Role again_role("again", [](const td::World& world) {
+  const auto mine = dealt(ragged(), world);
+  const auto said = told(world, "", seconds(20), [&](auto& trainer) {
+    CHECK_THROWS_AS(trainer.fit(mine, {.epochs = 0}), td::ConfigError);  // on all ranks alike: nothing is lost
+    CHECK_THROWS_AS(trainer.evaluate(std::vector<td::Batch>{}), td::DataError);
+    trainer.fit(mine, {.epochs = 1});
+    trainer.fit(BrokenLoader{{&mine}, world.rank == 1}, {.epochs = 1});
+  });
+  CAPTURE(said);
+  const std::string broken = "the file ends in the middle of a record.";
+  if (world.rank == 1)
+    CHECK(said == "own: " + broken);
+  else
+    CHECK(said.find("the first to fail was rank 1: " + broken.substr(0, 30)) != said.npos);
+});
+
 void killed(const td::World& world) {
   const auto said = told(world, "kill", seconds(20), [&](auto& t) { t.fit(dealt(ragged(), world), {.epochs = 1}); });
   CAPTURE(said);
@@ -152,6 +207,26 @@ TEST_CASE("a throw on one rank ends the step on all, who are told why") {
     CHECK(run_ranks(ranks, "loader throws") == 0);
     if (ranks == 2) CHECK(run_ranks(ranks, "evaluation throws", seconds(40)) == 0);
   }
+}
+TEST_CASE("the launcher names the rank that failed, not those who lost it") {
+  REQUIRE_DEVICE();
+  for (const char* role : {"cause in step", "cause between"}) {
+    CAPTURE(role);
+    const Said said;
+    const int ranks = worlds(2).back();
+    CHECK(run_ranks(ranks, role) == 1);
+    REQUIRE(said.texts.size() == 1);
+    CHECK(said.texts[0] ==
+          "launch: rank 1 of " + std::to_string(ranks) + " failed with exit code 1: the batch is broken");
+  }
+}
+TEST_CASE("ranks at different calls are told so") {
+  REQUIRE_DEVICE();
+  for (const int ranks : worlds(2)) CHECK(run_ranks(ranks, "apart") == 0);
+}
+TEST_CASE("a failure that all ranks have handled is not the reason of the next") {
+  REQUIRE_DEVICE();
+  for (const int ranks : worlds(2)) CHECK(run_ranks(ranks, "again") == 0);
 }
 TEST_CASE("a rank that is killed in the middle of a step ends the job") {
   REQUIRE_DEVICE();

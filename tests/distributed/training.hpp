@@ -55,7 +55,7 @@ template <class Trainer>
 bool same_on_all_ranks(Trainer& trainer) {
   auto state = masters(trainer);
   for (auto& [name, tensor] : weights(trainer.model())) state["weight/" + name] = tensor;
-  const auto all = trainer.parallelism().gather(bits(state));
+  const auto all = trainer.parallelism().gather(bits(state), "the test");
   return std::ranges::all_of(all, [&](const auto& one) { return one == all[0]; });
 }
 
@@ -538,6 +538,58 @@ TEST_CASE("ranks with different models are refused on all") {
   CHECK(run_ranks(2, "other options") == 0);
   CHECK(run_ranks(2, "odd buffers") == 0);
 }
+namespace {
+/// Leaves a layer out.
+struct SideEntropy {
+  template <class Net>
+  td::Loss operator()(Net& net, const td::Batch& batch) const {
+    return td::mean_loss(net.last(torch::tanh(net.first(batch.data))), batch.target);
+  }
+};
+struct SideNetImpl : PlainNetImpl {
+  SideNetImpl() : side(register_module("side", torch::nn::Linear(8, 8))) {}
+  torch::nn::Linear side;
+};
+TORCH_MODULE(SideNet);
+
+const Role empty_first_role("empty first", [](const td::World& world) {
+  auto mine = dealt(ragged(), world);
+  if (world.rank == 1) mine.clear();
+  auto net = make<SideNet>(1);
+  td::Trainer trainer{net, SideEntropy{}, td::optim::AdamW{}, td::policies(ddp<ParameterUse::Static>())};
+  CHECK_SAYS(td::ConfigError, "parameter 'side.weight' is used on some ranks and not on others",
+             trainer.fit(mine, {.epochs = 1}));
+});
+const Role frozen_role("frozen later", [](const td::World& world) {
+  auto net = make<PlainNet>(1);
+  td::Trainer trainer{net, SideEntropy{}, td::optim::AdamW{}, td::policies(ddp())};
+  net->first->weight.requires_grad_(false);
+  CHECK_SAYS(td::ConfigError, "parameter 'first.weight' was frozen after the trainer was made",
+             trainer.fit(dealt(ragged(), world), {.epochs = 1}));
+});
+/// Running statistics are each rank's own in a step; what is evaluated is one model.
+const Role one_model_role("one model", [](const td::World& world) {
+  auto net = make<TinyNet>(1);
+  td::Trainer trainer{net, CrossEntropy{}, td::optim::AdamW{}, td::policies(ddp())};
+  trainer.fit(dealt(normal(), world), {.epochs = 1});
+  const auto statistics = [&] { return bits({{"mean", net->batch_norm->running_mean.clone()}}); };
+  const auto before = trainer.parallelism().gather(statistics(), "the test");
+  if (world.world_size > 1) CHECK(before[0] != before[1]);
+  trainer.evaluate(std::vector<td::Batch>{normal()[0]});
+  for (const auto& one : trainer.parallelism().gather(statistics(), "the test")) CHECK(one == before[0]);
+});
+}  // namespace
+
+TEST_CASE("a static graph's ranks use the same parameters, and those that are frozen later are named") {
+  REQUIRE_DEVICE();
+  CHECK(run_ranks(2, "empty first") == 0);
+  for (const int ranks : worlds(1)) CHECK(run_ranks(ranks, "frozen later") == 0);
+}
+TEST_CASE("evaluation is of one model, rank 0's") {
+  REQUIRE_DEVICE();
+  for (const int ranks : worlds(1)) CHECK(run_ranks(ranks, "one model") == 0);
+}
+
 TEST_CASE("a step makes a collective a bucket, and one more for the counts") {
   REQUIRE_DEVICE();
   CHECK(run_ranks(2, "count") == 0);

@@ -84,6 +84,7 @@ class GradientReducer {
       if (delayed_) return;
       // In its first pass the static graph's Reducer only counts, and reduces when it is told to: at the pass's end.
       delayed_ = true;
+      watch_use();
       root.register_hook([this](const at::Tensor& gradient) {
         torch::autograd::Engine::get_default_engine().queue_callback([this] { reducer_->delay_all_reduce(); });
         return gradient;
@@ -97,10 +98,11 @@ class GradientReducer {
     } catch (const c10::Error& error) {
       refuse_unused(error.what_without_backtrace());
     }
-    if constexpr (Use == ParameterUse::Static)
-      if (used_.empty())
-        for (const auto& tensor : tensors_)
-          if (tensor.grad().defined()) used_.push_back(tensor);
+    for (std::size_t i = 0; i < watches_.size(); ++i) {
+      tensors_[i].remove_hook(watches_[i]);
+      if (use_[i] == '1') used_.push_back(tensors_[i]);
+    }
+    watches_.clear();
   }
   /// Both passes in place of a rank's that has nothing to count: its gradients are what they are, plus zero.
   void reduce_zeros() {
@@ -121,6 +123,19 @@ class GradientReducer {
     }
     after_backward();
   }
+  /// Which parameters the first pass of a static graph went through, a character each.
+  const std::string& use() const { return use_; }
+  /// Throws `ConfigError` where ranks, of which `all` is what `use` gave, do not use the same parameters.
+  void require_same_use(const std::vector<std::string>& all) const {
+    for (std::size_t r = 1; r < all.size(); ++r)
+      for (std::size_t i = 0; i < names_.size(); ++i)
+        if (all[r][i] != all[0][i])
+          throw ConfigError(
+              "parallelism::DistributedDataParallel: parameter '" + names_[i] +
+              "' is used on some ranks and not on others in the first micro-batch, which settles that for "
+              "ParameterUse::Static (a rank without rows counts as using all); give each rank rows from "
+              "the start, freeze what is never used, or use ParameterUse::Find.");
+  }
   /// After a backward pass that did not come to its end.
   void reset() { reducer_->reset_state(); }
 
@@ -128,10 +143,23 @@ class GradientReducer {
   at::DDPLoggingData statistics() const { return logger_->get_ddp_logging_data(); }
 
  private:
+  // A gradient that is there afterwards says less: the reduction brings those of other ranks.
+  void watch_use() {
+    use_.assign(tensors_.size(), '0');
+    for (std::size_t i = 0; i < tensors_.size(); ++i)
+      watches_.push_back(tensors_[i].register_hook([this, i](const at::Tensor& gradient) {
+        use_[i] = '1';
+        return gradient;
+      }));
+  }
   [[noreturn, gnu::cold]] void refuse_unused(const std::string& reason) const {
     std::string list;
-    for (std::size_t i = 0; i < names_.size(); ++i)
+    for (std::size_t i = 0; i < names_.size(); ++i) {
+      if (!tensors_[i].requires_grad())
+        throw ConfigError("parallelism::DistributedDataParallel: parameter '" + names_[i] +
+                          "' was frozen after the trainer was made; freeze before that, or make a new one.");
       if (!tensors_[i].grad().defined()) list += (list.empty() ? "'" : ", '") + names_[i] + "'";
+    }
     if (list.empty()) throw DistributedError("parallelism::DistributedDataParallel: " + reason);
     throw ConfigError("parallelism::DistributedDataParallel: parameters " + list +
                       " got no gradient on this rank, and the others wait for them; freeze them with "
@@ -141,6 +169,8 @@ class GradientReducer {
   std::vector<std::string> names_;
   std::vector<at::Tensor> tensors_;
   std::vector<at::Tensor> used_;  // in a static graph; empty until a pass has shown them
+  std::string use_;               // the same as text
+  std::vector<unsigned> watches_;
   std::shared_ptr<c10d::Reducer> reducer_;
   std::shared_ptr<c10d::Logger> logger_;
   bool delayed_ = false;

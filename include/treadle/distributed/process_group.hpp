@@ -4,9 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -95,40 +93,22 @@ class ProcessGroup {
     guarded("an all-reduce", [&] { nccl_ ? static_cast<void>(work->wait()) : wait_on_host(work); });
   }
   void sum(at::Tensor& tensor) { wait(start_sum(tensor)); }
-  /// The largest of all ranks' numbers, over the host.
-  double max(double value) {
-    if (world_.world_size == 1) return value;
-    auto tensor = at::full({1}, value, at::kDouble);
-    return guarded("an agreement", [&] {
-      std::vector<at::Tensor> tensors{tensor};
-      c10d::AllreduceOptions options;
-      options.reduceOp = c10d::ReduceOp::MAX;
-      wait_on_host(group_->allreduce(tensors, options));
-      return *tensor.const_data_ptr<double>();
-    });
+  /// The largest of all ranks' numbers, over the host. `what` names the call, for the error where ranks are at
+  /// different ones.
+  double max(double value, const char* what = "an agreement") {
+    return world_.world_size == 1 ? value : std::ranges::max(meet(what, value));
   }
-  /// Every rank's bytes, by rank, over the host.
-  std::vector<std::string> gather(const std::string& mine) {
+  /// Every rank's bytes, by rank, over the host; `what` as in `max`.
+  std::vector<std::string> gather(const std::string& mine, const char* what = "a gathering") {
     if (world_.world_size == 1) return {mine};
-    const auto longest = static_cast<std::int64_t>(max(static_cast<double>(mine.size())));
-    constexpr std::int64_t head = sizeof(std::int64_t);
-    auto packed = at::zeros({head + longest}, at::kByte);
-    const auto length = static_cast<std::int64_t>(mine.size());
-    std::memcpy(packed.mutable_data_ptr<std::uint8_t>(), &length, sizeof length);
-    std::memcpy(packed.mutable_data_ptr<std::uint8_t>() + head, mine.data(), mine.size());
-    std::vector<std::vector<at::Tensor>> all(1);
-    for (int r = 0; r < world_.world_size; ++r) all[0].push_back(at::empty_like(packed));
-    guarded("a gathering", [&] {
-      std::vector<at::Tensor> inputs{packed};
-      wait_on_host(group_->allgather(all, inputs));
-    });
+    const auto sizes = meet(what, static_cast<double>(mine.size()));
+    const auto longest = static_cast<std::size_t>(std::ranges::max(sizes));
+    std::string padded = mine;
+    padded.resize(longest);
+    const std::string all = longest == 0 ? std::string() : gather_equal(what, padded);
     std::vector<std::string> texts;
-    for (const auto& one : all[0]) {
-      std::int64_t size = 0;
-      std::memcpy(&size, one.const_data_ptr<std::uint8_t>(), sizeof size);
-      texts.emplace_back(reinterpret_cast<const char*>(one.const_data_ptr<std::uint8_t>()) + head,
-                         static_cast<std::size_t>(size));
-    }
+    for (std::size_t r = 0; r < sizes.size(); ++r)
+      texts.push_back(all.substr(r * longest, static_cast<std::size_t>(sizes[r])));
     return texts;
   }
   /// Overwrites `tensors` with rank 0's, a flat copy a dtype at a time.
@@ -158,6 +138,15 @@ class ProcessGroup {
       store_->compareSet("failure", {}, std::vector<std::uint8_t>(note.begin(), note.end()));
     } catch (const std::exception&) {  // the store may be gone as well
     }
+  }
+  /// Where all ranks go on after failures that they handled: takes back the word that was left of them.
+  void forget_failures(const char* what) {
+    if (world_.world_size == 1 || max(reported_ ? 1 : 0, what) == 0) return;
+    if (world_.rank == 0) store_->deleteKey("failure");
+    max(0, what);  // only then does anyone look again
+    if (!std::exchange(reported_, false) || !watch_) return;
+    watch_.reset();
+    watch_for_failures();
   }
   /// What the first failing rank has reported, or nothing.
   std::string first_failure() const noexcept {
@@ -200,6 +189,40 @@ class ProcessGroup {
   }
 
  private:
+  /// What a rank brings to a meeting.
+  struct Note {
+    double value;
+    char what[56];
+  };
+  /// Every rank's number, by rank. Throws `DistributedError`, on every rank, where they have come for different things:
+  /// what one then took for an answer would be another question's.
+  std::vector<double> meet(const char* what, double value) {
+    Note mine{value, {}};
+    std::strncpy(mine.what, what, sizeof mine.what - 1);
+    const std::string all = gather_equal(what, {reinterpret_cast<const char*>(&mine), sizeof mine});
+    std::vector<double> values;
+    for (int r = 0; r < world_.world_size; ++r) {
+      Note note;
+      std::memcpy(&note, all.data() + static_cast<std::size_t>(r) * sizeof note, sizeof note);
+      values.push_back(note.value);
+      if (std::strncmp(note.what, mine.what, sizeof note.what) == 0) continue;
+      lost_ = true;
+      note.what[sizeof note.what - 1] = '\0';
+      throw DistributedError("treadle::ProcessGroup: rank " + std::to_string(world_.rank) + " is at " + mine.what +
+                             " while rank " + std::to_string(r) + " is at " + note.what +
+                             "; make the same calls in the same order on all ranks.");
+    }
+    return values;
+  }
+  /// The bytes of all ranks, which have equally many, one after the other.
+  std::string gather_equal(const char* what, const std::string& mine) {
+    const auto size = static_cast<std::int64_t>(mine.size());
+    auto one = at::empty({size}, at::kByte);
+    std::memcpy(one.mutable_data_ptr(), mine.data(), mine.size());
+    auto all = at::empty({world_.world_size * size}, at::kByte);
+    guarded(what, [&] { wait_on_host(group_->_allgather_base(all, one)); });
+    return {static_cast<const char*>(all.const_data_ptr()), all.nbytes()};
+  }
   /// Waits until all have taken part in a collective over Gloo, or another rank has left word that it has failed and
   /// has then had the time to take part in this one: a rank whose process lives on closes no connection.
   void wait_on_host(const Work& work) {

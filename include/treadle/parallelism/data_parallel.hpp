@@ -85,7 +85,7 @@ class BasicDataParallel<Factory>::State {
   at::Device device() const { return replicas_.device(0); }
   std::int64_t rank() const { return 0; }
   std::int64_t world_size() const { return 1; }
-  double agree(double value) const { return value; }
+  double agree(double value, const char*) const { return value; }
 
   /// Makes the replicas. Throws `ConfigError` where they are not like the model.
   template <class Model>

@@ -78,8 +78,9 @@ class DistributedDataParallel<Use>::State {
   int rank() const { return group_.rank(); }
   int world_size() const { return group_.world_size(); }
   ProcessGroup& group() { return group_; }
-  double agree(double value) { return group_.max(value); }
-  std::vector<std::string> gather(const std::string& mine) { return group_.gather(mine); }
+  double agree(double value, const char* what) { return group_.max(value, what); }
+  std::vector<std::string> gather(const std::string& mine, const char* what) { return group_.gather(mine, what); }
+  void forget_failures(const char* what) { group_.forget_failures(what); }
   at::DDPLoggingData statistics() const { return reducer_->statistics(); }
 
   /// Makes all ranks start from rank 0's model. Throws `ConfigError` on all ranks if their models differ in shape.
@@ -114,6 +115,9 @@ class DistributedDataParallel<Use>::State {
     if (group_.lost()) group_.fail("the step before", "it was given up");
     stage_ = Stage::Open;
     last_on_all_ = false;
+    share_buffers();
+  }
+  void share_buffers() {
     if (policy_.broadcast_buffers && world_size() > 1) group_.broadcast(buffers_);
   }
 
@@ -190,7 +194,7 @@ class DistributedDataParallel<Use>::State {
 
   State(const DistributedDataParallel& policy, const World& world)
       : policy_(policy), device_(choose_device(policy, world)), group_(world, device_, policy.start_timeout) {
-    set_speaker(rank() == 0);
+    set_speaker(rank() == 0, "rank " + std::to_string(rank()) + " of " + std::to_string(world_size()) + ": ");
   }
   static at::Device choose_device(const DistributedDataParallel& policy, const World& world) {
     return policy.device ? resolve_device(policy.device) : rank_device(world);
@@ -212,7 +216,7 @@ class DistributedDataParallel<Use>::State {
   /// numbers of them and ask each other: it is the last if it is for `mine`, this rank, and for all others.
   bool is_last(bool mine) {
     if (!reduces_always() || last_on_all_) return mine;
-    return last_on_all_ = group_.max(mine ? 0.0 : 1.0) == 0;
+    return last_on_all_ = group_.max(mine ? 0.0 : 1.0, "a reduction of a static graph") == 0;
   }
 
   void prepare_reduction() {
@@ -235,6 +239,8 @@ class DistributedDataParallel<Use>::State {
       throw;
     }
     stage_ = before;
+    if (Use == ParameterUse::Static && !std::exchange(use_settled_, true))
+      reducer_->require_same_use(group_.gather(reducer_->use(), "a static graph's first reduction"));
   }
   /// The window's last reduction for a rank that has nothing for it.
   void reduce_nothing(const at::Tensor& counts) {
@@ -285,6 +291,7 @@ class DistributedDataParallel<Use>::State {
   Stage stage_ = Stage::Closed;
   bool prepared_ = false;
   bool first_window_ = true;
+  bool use_settled_ = false;  // of a static graph
   bool last_on_all_ = false;  // where each micro-batch is reduced: whether this is the last one on all ranks
 };
 

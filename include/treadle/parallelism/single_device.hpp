@@ -53,7 +53,7 @@ struct SingleDevice {
     template <class Model, class Parameters, class Buffers>
     void prepare(Model&, Parameters&, Buffers&) {}
     /// The number that all ranks use: the largest of theirs.
-    double agree(double value) const { return value; }
+    double agree(double value, const char*) const { return value; }
     /// Before a window's first micro-batch.
     void begin_window() const {}
     /// Runs the stages of a micro-batch; a parallel policy holds its sync guard over them and reduces if `reduces`.

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "treadle/runtime/rank_process.hpp"
@@ -62,8 +63,10 @@ class Job {
  private:
   // Two signs of failure cannot always be told apart by their time: peers may report a lost connection before the
   // kernel says that the process at its other end has died. So the first failure is named `settle` after the first
-  // sign, and a death without a report counts as `head_start` earlier than it was noticed.
+  // sign, and a death without a report counts as `head_start` earlier than it was noticed. Where all signs so far are
+  // of ranks that lost another, that one gets longer: it may still be busy with ending.
   static constexpr std::chrono::milliseconds settle{200};
+  static constexpr std::chrono::seconds settle_without_cause{5};
   static constexpr std::int64_t head_start = 500'000'000;  // ns
 
   void wait_for_event() {
@@ -91,9 +94,17 @@ class Job {
       if (process.ended) continue;
       process.reap();  // first, so that the report of one that has ended is complete
       process.read_report();
-      if (process.ended && process.status != 0 && process.sign == 0) process.sign = shared_clock() - head_start;
+      if (process.ended && process.status != 0 && process.sign == 0) {
+        process.sign = shared_clock() - head_start;
+        process.follows = process.ended_by_us;
+      }
       if (process.sign == 0) continue;
-      if (!settled_ && !told_) settled_ = Clock::now() + settle;
+      if (!told_ && (!settled_ || (!process.follows && !cause_))) {
+        const auto now = Clock::now();
+        const auto wait = process.follows ? std::chrono::milliseconds(settle_without_cause) : settle;
+        settled_ = settled_ ? std::min(*settled_, now + wait) : now + wait;
+        cause_ = !process.follows;
+      }
       hurry();
       if (process.ended && process.log.get() >= 0 && !process.text.empty()) {
         const std::string line = process.text + "\n";
@@ -112,8 +123,9 @@ class Job {
   void tell_first_failure(bool all_ended) {
     if (told_ || (!all_ended && (!settled_ || Clock::now() < *settled_))) return;
     settled_.reset();
+    const auto order = [&](std::size_t i) { return std::pair(processes_[i].follows, processes_[i].sign); };
     for (std::size_t i = 0; i < processes_.size(); ++i)
-      if (processes_[i].sign != 0 && (!first_ || processes_[i].sign < processes_[*first_].sign)) first_ = i;
+      if (processes_[i].sign != 0 && (!first_ || order(i) < order(*first_))) first_ = i;
     if (!first_ || !processes_[*first_].ended) return;
     told_ = true;
     const auto& process = processes_[*first_];
@@ -166,6 +178,7 @@ class Job {
   std::optional<Clock::time_point> settled_, terminate_at_, kill_at_, give_up_at_;
   std::optional<std::size_t> first_;
   bool told_ = false;
+  bool cause_ = false;  // there is a sign that follows from no other
   int interrupted_by_ = 0;
 };
 

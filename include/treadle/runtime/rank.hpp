@@ -36,14 +36,16 @@ inline std::atomic<int>& report_pipe() {
   return pipe;
 }
 
-/// A report is the time, a space and the text, and the first one counts. Returns whether a launcher was told.
-inline bool report_to_launcher(std::string_view text) {
+/// A report is the time, a space, whether it is only the end of others that ends this rank (1, else 0), a space and the
+/// text; the first one counts. Returns whether a launcher was told.
+inline bool report_to_launcher(std::string_view text, bool follows = false) {
   constexpr std::size_t longest = 32'000;  // less than a pipe takes, so that nobody has to be reading
   const int pipe = report_pipe().load();
   static std::atomic<bool> told{false};
   if (pipe < 0) return false;
   if (told.exchange(true)) return true;
-  const std::string report = std::to_string(shared_clock()) + " " + std::string(text.substr(0, longest));
+  const std::string report =
+      std::to_string(shared_clock()) + (follows ? " 1 " : " 0 ") + std::string(text.substr(0, longest));
   // A launcher that has gone takes this process with it, so there is no signal for a broken pipe to care about.
   return ::write(pipe, report.data(), report.size()) == static_cast<ssize_t>(report.size());
 }
@@ -96,8 +98,9 @@ inline bool join_launcher() {
 
 /// Says why this rank is about to fail. `launch` prints the text of the rank that failed first, and ends the job if
 /// this one does not end by itself; without it, the text is written as a warning. The first report of a process counts.
-inline void report_failure(std::string_view text) {
-  if (!detail::report_to_launcher(text)) warn(text);
+/// One that `follows` from another rank's end, as a lost connection does, waits for that rank's own.
+inline void report_failure(std::string_view text, bool follows = false) {
+  if (!detail::report_to_launcher(text, follows)) warn_of_this_rank(text);
 }
 
 /// Runs `body()` and returns the code to end the program with: what it returns, 0 if that is nothing, and 1 after an
@@ -111,10 +114,12 @@ int run_rank(Body&& body) {
     } else {
       return body();
     }
+  } catch (const DistributedError& error) {
+    report_failure(detail::text_of(error), /*follows=*/true);
   } catch (...) {
     report_failure(detail::text_of_current_exception());
-    return 1;
   }
+  return 1;
 }
 
 }  // namespace v0_1

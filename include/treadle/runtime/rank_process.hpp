@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <charconv>
@@ -65,6 +66,7 @@ struct RankProcess {
   bool ended_by_us = false;  // a signal of the launcher's own was sent before it ended
   std::string text;          // what it reported
   std::int64_t sign = 0;     // when it gave the first sign of failure, on the shared clock; 0 if it never did
+  bool follows = false;      // it says that another's end is its reason
 
   bool failed() const { return ended && (status != 0 || !text.empty()); }
 
@@ -85,8 +87,9 @@ struct RankProcess {
     if (size < 0) return;  // nothing yet
     if (size > 0) {
       const char* const end = buffer.data() + size;
-      const auto time = std::from_chars(buffer.data(), end, sign);
-      text.assign(time.ptr == end ? end : time.ptr + 1, end);
+      const char* const time = std::from_chars(buffer.data(), end, sign).ptr;
+      follows = end - time > 1 && time[1] == '1';
+      text.assign(std::min(time + 3, end), end);
       if (text.empty()) text = "no reason was given";
     }
     report.close();

@@ -56,6 +56,7 @@ struct SinkSlot {
   std::shared_ptr<Sink> sink = std::make_shared<Sink>(ConsoleSink{});
   bool replaced = false;  // by the program
   bool speaks = true;     // of several ranks only one writes to the console
+  std::string who;        // what the others begin with where they have to
 };
 
 inline SinkSlot& sink_slot() {
@@ -75,10 +76,12 @@ inline Sink set_sink(Sink sink) {
 }
 
 /// Whether this process is the one that writes to the console, as rank 0 is; a sink of the program's own hears all.
-inline void set_speaker(bool speaks) {
+/// `who` is what texts of another begin with that are written all the same: "rank 1 of 2: ".
+inline void set_speaker(bool speaks, std::string who = {}) {
   auto& slot = detail::sink_slot();
   const std::scoped_lock lock(slot.mutex);
   slot.speaks = speaks;
+  slot.who = std::move(who);
 }
 
 /// Gives `text` to the sink.
@@ -98,6 +101,14 @@ inline void say(std::string_view text) {
 /// Writes a sentence about something that the user should change.
 inline void warn(std::string_view text) {
   write_text(Severity::Warning, text);
+}
+
+/// `warn` of what concerns this process alone, and is written whichever of several it is.
+inline void warn_of_this_rank(std::string_view text) {
+  auto& slot = detail::sink_slot();
+  const std::scoped_lock lock(slot.mutex);
+  const auto sink = slot.sink;
+  (*sink)(Severity::Warning, slot.speaks ? std::string(text) : slot.who + std::string(text));
 }
 
 }  // namespace v0_1

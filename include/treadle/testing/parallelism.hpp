@@ -65,11 +65,12 @@ struct StagesProbe {
   }
   treadle::detail::Weight weigh(const Loss& loss, const Batch& part) const {
     return {window.add(
-                loss, [&] { return part.data.size(0); }, [&](double count) { return state.agree(count); }),
+                loss, [&] { return part.data.size(0); },
+                [&](double count) { return state.agree(count, "the nominal count"); }),
             true};
   }
   void skip() const {
-    window.add_nothing([&](double count) { return state.agree(count); });
+    window.add_nothing([&](double count) { return state.agree(count, "the nominal count"); });
   }
   at::Tensor share() const { return window.share(); }
   treadle::detail::Root root(const at::Tensor& value, treadle::detail::Weight weight) const {
@@ -116,18 +117,18 @@ Violations check_parallelism_contract(const P& policy = {}) {
   report.require(ranks >= 1 && rank >= 0 && rank < ranks, "rank() must lie in [0, world_size()).");
   const auto same_everywhere = [&]([[maybe_unused]] const std::string& mine) {
     if constexpr (P::processes)
-      for (const auto& one : state.gather(mine))
+      for (const auto& one : state.gather(mine, "the check"))
         if (one != mine) return false;
     return true;
   };
   if constexpr (P::processes) {
-    const auto all = state.gather(std::string(static_cast<std::size_t>(rank) + 1, 'x'));
+    const auto all = state.gather(std::string(static_cast<std::size_t>(rank) + 1, 'x'), "the check");
     bool in_order = static_cast<std::int64_t>(all.size()) == ranks;
     for (std::size_t r = 0; r < all.size(); ++r) in_order = in_order && all[r].size() == r + 1;
     report.require(in_order, "gather() must return the bytes of each rank, in the order of the ranks.");
   }
-  report.require(state.agree(2.5) == 2.5, "agree() must return the number that all ranks gave.");
-  report.require(same_everywhere(std::to_string(state.agree(static_cast<double>(rank)))),
+  report.require(state.agree(2.5, "the check") == 2.5, "agree() must return the number that all ranks gave.");
+  report.require(same_everywhere(std::to_string(state.agree(static_cast<double>(rank), "the check"))),
                  "agree() must return the same number on every rank.");
 
   detail::RowModel model;
