@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Batches brought to a device ahead of their use: the same ones, in their order, from any position on; on CUDA without
-// making the host wait for the device, and with bounded memory.
+// Batches brought to a device ahead of their use: the same ones, in their order, from any position on; on CUDA by
+// calls that do not wait for the device, and with bounded memory.
 #include <treadle/data/loader.hpp>
 #include <treadle/data/map.hpp>
 #include <treadle/data/prefetch.hpp>
