@@ -107,6 +107,19 @@ void behaves(at::Device device) {
     CHECK(same(all(fetched), first));
     for (const auto& batch : fetched) CHECK(batch.data.device() == fetched.device());
   }
+  {  // It begins where the loader itself would.
+    td::data::TensorLoader used{data, options};
+    CHECK(all(used, 3).size() == 3);
+    auto fetched = td::data::prefetch(used, {.device = device});
+    CHECK((fetched.position() == Position{1, 0}));
+    CHECK(same(all(fetched), second));
+    fetched.set_epoch(0);
+    CHECK(same(all(fetched), first));
+    used.seek({1, 2});
+    auto sought = td::data::prefetch(used, {.device = device});
+    CHECK((sought.sought() == Position{1, 2}));
+    CHECK(same(all(sought), {second.begin() + 2, second.end()}));
+  }
   // Functions of batches behind it draw the numbers that they would without it.
   const auto images =
       td::Batch{torch::arange(20 * 48).reshape({20, 3, 4, 4}).remainder(256).to(torch::kByte), torch::arange(20)};

@@ -103,7 +103,7 @@ class Prefetched {
         device_(options.device ? resolve_device(options.device) : rank_device()),
         depth_(options.depth) {
     if (depth_ < 1) throw ConfigError("data::prefetch: depth must be at least 1 batch.");
-    if constexpr (resumable<Range>) turns_ = treadle::detail::Turns(loader_.position(), is_sought());
+    if constexpr (resumable<Range>) turns_ = turns_of_loader();
   }
 
   using Iterator = PassIterator<Work>;
@@ -135,11 +135,16 @@ class Prefetched {
   at::Device device() const { return device_; }
 
  private:
-  bool is_sought() const {
-    if constexpr (requires { loader_.sought(); })
-      return static_cast<bool>(loader_.sought());
-    else
-      return false;
+  /// Those with which the loader itself would begin its next pass.
+  treadle::detail::Turns turns_of_loader() const {
+    const Position position = loader_.position();
+    if constexpr (requires { loader_.sought(); }) {
+      const bool sought = static_cast<bool>(loader_.sought());
+      const bool left = !sought && position.batch > 0;  // in the middle of a pass: a new one is a new epoch
+      return treadle::detail::Turns(left ? Position{position.epoch + 1, 0} : position, sought);
+    } else {
+      return treadle::detail::Turns(position, false);
+    }
   }
 
   L loader_;
