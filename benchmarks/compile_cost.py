@@ -78,7 +78,7 @@ def main() -> None:
                 pathlib.Path(source).write_text(text, encoding="utf-8")
                 child = subprocess.Popen(
                     [options.compiler, "-std=c++20", options.optimize, "-c", source, "-o", source + ".o", f"-I{ROOT / 'include'}",
-                     "-isystem", str(torch / "include"), "-isystem", str(torch / "include/torch/csrc/api/include")])
+                     "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", "-isystem", str(ROOT / "include/treadle/shims"), "-isystem", str(torch / "include"), "-isystem", str(torch / "include/torch/csrc/api/include")])
                 _, status, usage = os.wait4(child.pid, 0)
                 child.returncode = os.waitstatus_to_exitcode(status)
                 if child.returncode:
