@@ -67,6 +67,10 @@ TEST_CASE("a job of one process has a store in memory") {
   CHECK(store->get("key") == std::vector<std::uint8_t>{7});
 }
 
+TEST_CASE("ranks that there are not") {
+  for (const int rank : {-1, 2, 3}) CHECK_SAYS(td::ConfigError, "there is no rank", td::connect(world(rank, 2, 1)));
+  CHECK_SAYS(td::ConfigError, "there is no rank 0 of 0", td::connect(world(0, 0, 1)));
+}
 TEST_CASE("the time to wait") {
   auto one_host = world(0, 4, 1);
   CHECK(td::default_timeout(one_host) == std::chrono::seconds(30));

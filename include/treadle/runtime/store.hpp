@@ -83,7 +83,12 @@ inline c10::intrusive_ptr<c10d::TCPStore> make_client(const std::string& host, c
     }
   }).detach();
   if (client.wait_until(deadline) != std::future_status::ready) return {};
-  return client.get();
+  try {
+    return client.get();
+  } catch (const c10::Error&) {
+    if (std::chrono::steady_clock::now() < deadline) throw;
+    return {};  // LibTorch's own limit, which ends a moment later, was seen first
+  }
 }
 
 inline constexpr std::size_t shown_ranks = 8;
@@ -118,9 +123,9 @@ inline void wait_for_ranks(c10d::Store& store, const World& world, std::chrono::
     for (int rank = 0; rank < world.world_size && missing.size() <= shown_ranks; ++rank)
       if (!store.check({key(rank)})) missing.push_back(rank);
     const auto arrived = std::min<std::int64_t>(store.add("arrived", 0), world.world_size);
-    throw DistributedError(where + " waited in vain for " +
-                           list_of_ranks(missing, static_cast<std::size_t>(world.world_size - arrived)) +
-                           ": look at what ended them, start them, or give connect a longer timeout.");
+    throw DistributedError(
+        where + " waited in vain for " + list_of_ranks(missing, static_cast<std::size_t>(world.world_size - arrived)) +
+        ": look at what ended them, start them, or wait longer (start_timeout of a policy, timeout of connect).");
   }
 }
 
@@ -135,6 +140,9 @@ inline Store connect(const World& world, std::optional<std::chrono::milliseconds
   const auto limit = timeout.value_or(default_timeout(world));
   if (limit <= std::chrono::milliseconds(0))
     throw ConfigError("connect: the timeout must be positive: give it in milliseconds, or leave it out.");
+  if (world.rank < 0 || world.rank >= world.world_size)
+    throw ConfigError("World: there is no rank " + std::to_string(world.rank) + " of " +
+                      std::to_string(world.world_size) + "; ranks count from 0 to world_size - 1.");
   if (world.world_size == 1) return c10::make_intrusive<c10d::HashStore>();
   const auto deadline = std::chrono::steady_clock::now() + limit;
   static std::atomic<int> meetings{0};
@@ -145,10 +153,10 @@ inline Store connect(const World& world, std::optional<std::chrono::milliseconds
   if (serves) detail::keep_store_served(world.port, limit);
   const std::string host = serves ? "127.0.0.1" : world.host;
   if (const auto reason = detail::wait_until_reachable(host, world.port, deadline); !reason.empty()) {
-    throw DistributedError(
-        where + " cannot reach the store (" + reason + "): check that " +
-        (world.agent_store ? "the launcher" : "rank 0") +
-        " runs there and that MASTER_ADDR and MASTER_PORT name it, or give connect a longer timeout.");
+    throw DistributedError(where + " cannot reach the store (" + reason + "): check that " +
+                           (world.agent_store ? "the launcher" : "rank 0") +
+                           " runs there and that MASTER_ADDR and MASTER_PORT name it, or wait longer (start_timeout of "
+                           "a policy, timeout of connect).");
   }
   try {
     c10d::TCPStoreOptions options;
