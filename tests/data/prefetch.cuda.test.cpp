@@ -291,7 +291,7 @@ struct Made {
   std::int64_t size() const { return 64; }
   td::Batch get_batch(const td::data::Rows& rows) const {
     work(4);
-    return {torch::full({1 << 16}, rows[0], torch::kCUDA), torch::full({1}, rows[0], torch::kCUDA)};
+    return {torch::full({1 << 16}, rows[0], torch::kCUDA), torch::full({1 << 16}, rows[0], torch::kCUDA)};
   }
 };
 }  // namespace
