@@ -21,6 +21,7 @@
 #include "treadle/distributed/process_group.hpp"
 #include "treadle/distributed/wire.hpp"
 #include "treadle/error.hpp"
+#include "treadle/runtime/parameters.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
@@ -38,14 +39,17 @@ struct ReducerOptions {
   Wire wire;
 };
 
-/// A Reducer over named tensors, with the order of calls that it wants: before the forward pass, before the backward
-/// pass, and that one backward pass through every tensor.
+/// A Reducer over the masters that are trained, with the order of calls that it wants: before the forward pass, before
+/// the backward pass, and that one backward pass through every tensor.
 template <ParameterUse Use>
 class GradientReducer {
  public:
-  GradientReducer(std::vector<std::string> names, std::vector<at::Tensor> tensors, ProcessGroup& group,
-                  const ReducerOptions& options)
-      : names_(std::move(names)), tensors_(std::move(tensors)) {
+  GradientReducer(const ParameterList& parameters, ProcessGroup& group, const ReducerOptions& options) {
+    for (const auto& parameter : parameters) {
+      if (!parameter.model.requires_grad()) continue;
+      names_.push_back(parameter.name);
+      tensors_.push_back(parameter.master);
+    }
     const auto first = static_cast<std::size_t>(options.first_bucket_bytes);
     const auto others = static_cast<std::size_t>(options.bucket_bytes);
     const std::vector<bool> sparse(tensors_.size(), false);
@@ -135,6 +139,41 @@ class GradientReducer {
               "' is used on some ranks and not on others in the first micro-batch, which settles that for "
               "ParameterUse::Static (a rank without rows counts as using all); give each rank rows from "
               "the start, freeze what is never used, or use ParameterUse::Find.");
+  }
+  /// Numbers of the tensors in the order in which they are reduced, which decides how numbers of 3 ranks and more
+  /// round, and for each 1 if it is used.
+  std::vector<std::int64_t> order() const {
+    std::vector<std::int64_t> order;
+    for (const auto& bucket : reducer_->get_grad_buckets())
+      for (const auto& tensor : bucket.getParameters())
+        for (std::size_t i = 0; i < tensors_.size(); ++i)
+          if (tensors_[i].is_same(tensor)) order.push_back(static_cast<std::int64_t>(i));
+    for (const char used : use_) order.push_back(used == '1');
+    return order;
+  }
+  /// Before the first pass: makes the buckets those of a Reducer that gave `order`, by a pass in that order in which
+  /// nothing counts. LibTorch's Reducer settles them by its first pass, whatever it was told before.
+  void rehearse(const std::vector<std::int64_t>& order) {
+    if constexpr (Use == ParameterUse::Find) return;  // whose buckets stay as they were made
+    const std::size_t count = tensors_.size();
+    if (order.size() != (Use == ParameterUse::Static ? 2 * count : count) ||
+        std::ranges::any_of(order, [&](std::int64_t i) { return i < 0 || i >= static_cast<std::int64_t>(count); }))
+      throw SnapshotError(
+          "parallelism::DistributedDataParallel: the snapshot's buckets are not those of this model's parameters; "
+          "load its weights with treadle::load_weights instead of resuming.");
+    const at::AutoGradMode with_grad(true);
+    at::Tensor root;
+    for (std::size_t i = count; i-- > 0;) {  // a backward pass runs first what was made last
+      const auto which = static_cast<std::size_t>(order[i]);
+      if (Use == ParameterUse::Static && order[count + which] == 0) continue;
+      const auto part = tensors_[which].sum().mul(0).to(tensors_[0].scalar_type());
+      root = root.defined() ? root + part : part;
+    }
+    before_forward();
+    before_backward(root, {root});
+    torch::autograd::backward({root}, {at::zeros_like(root)});
+    after_backward();
+    for (const auto& tensor : tensors_) tensor.mutable_grad().reset();
   }
   /// After a backward pass that did not come to its end.
   void reset() { reducer_->reset_state(); }

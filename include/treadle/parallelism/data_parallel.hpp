@@ -86,6 +86,7 @@ class BasicDataParallel<Factory>::State {
   std::int64_t rank() const { return 0; }
   std::int64_t world_size() const { return 1; }
   double agree(double value, const char*) const { return value; }
+  const std::vector<at::Device>& devices() const { return replicas_.places(); }
 
   /// Makes the replicas. Throws `ConfigError` where they are not like the model.
   template <class Model>

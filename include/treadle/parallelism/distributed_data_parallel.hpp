@@ -18,6 +18,7 @@
 #include "treadle/distributed/identical.hpp"
 #include "treadle/distributed/master_gradients.hpp"
 #include "treadle/distributed/process_group.hpp"
+#include "treadle/distributed/window_totals.hpp"
 #include "treadle/distributed/wire.hpp"
 #include "treadle/error.hpp"
 #include "treadle/loss.hpp"
@@ -97,18 +98,8 @@ class DistributedDataParallel<Use>::State {
     if (world_size() > 1) group_.broadcast(all);
     detail::require_identical(group_, all);
     masters_ = std::make_unique<detail::MasterGradients>(parameters);
-    std::vector<std::string> names;
-    std::vector<at::Tensor> watched;
-    for (const auto& parameter : parameters) {
-      if (!parameter.model.requires_grad()) continue;
-      names.push_back(parameter.name);
-      watched.push_back(parameter.master);
-    }
-    // Alone, a rank keeps gradients where the single device has them: where they lie decides how a GPU adds up a norm.
-    const bool views = policy_.bucket_views && world_size() > 1;
-    reducer_ = std::make_unique<detail::GradientReducer<Use>>(
-        std::move(names), std::move(watched), group_,
-        detail::ReducerOptions{policy_.bucket_bytes, policy_.first_bucket_bytes, views, policy_.wire});
+    parameters_ = &parameters;
+    make_reducer();
   }
 
   void begin_window() {
@@ -133,7 +124,7 @@ class DistributedDataParallel<Use>::State {
     }
     const detail::Weight weight = stages.weigh(loss, batch);
     const bool last = is_last(reduces);
-    if (last) share(stages.share());
+    if (last) totals_.start(stages.share());
     reduce([&] {
       const bool searches = Use == ParameterUse::Find;
       reducer_->before_backward(loss.value, searches ? masters_->graphs_of(loss.value) : std::vector<at::Tensor>{});
@@ -146,17 +137,35 @@ class DistributedDataParallel<Use>::State {
   template <class Window>
   void finish_reduction(Window& window) {
     if (stage_ != Stage::Reduced) reduce_nothing(window.share());
-    if (totals_work_) take_totals(window);
-    masters_->hand_over();
     stage_ = Stage::Closed;
-    if (!first_window_) return;
-    first_window_ = false;
-    group_.set_timeout(policy_.timeout);
+    totals_.take(window);
+    masters_->hand_over();
+    if (first_window_) end_first_window();
+  }
+
+  bool shares_buffers() const { return policy_.broadcast_buffers; }
+  /// Before a snapshot: the buckets are those of the next step, and their order is known.
+  void settle() {
+    if (world_size() == 1 || first_window_) return;
+    prepare_reduction();
+    order_ = reducer_->order();
+  }
+  template <class Visitor>
+  void for_each_value(Visitor&& visit) {
+    visit("reduction_order", order_);
+  }
+  void restored() {
+    if (world_size() == 1 || order_.empty()) return;
+    make_reducer();
+    reduce([&] { reducer_->rehearse(order_); });
+    masters_->drop();
+    end_first_window();
+    use_settled_ = true;
   }
 
   /// Throws `DistributedError` if another rank has failed.
   void report() {
-    if (failed_.defined() && failed_.item<double>() > 0) refuse_failed();  // sync: log point
+    totals_.report();
     if (group_.lost()) group_.fail("a step", "it was given up");
   }
   /// Drops what an open window has begun.
@@ -164,7 +173,7 @@ class DistributedDataParallel<Use>::State {
     if (masters_) masters_->drop();
     if (stage_ == Stage::Reducing) reducer_->reset();
     prepared_ = false;
-    totals_work_.reset();
+    totals_.drop();
     stage_ = Stage::Closed;
   }
 
@@ -183,9 +192,8 @@ class DistributedDataParallel<Use>::State {
       failed.zero_();
       failed[2].fill_(1);
       reduce_nothing(failed);
-      group_.wait(totals_work_);
-      static_cast<void>(totals_.cpu());  // sync: this process may end next, and the others' devices wait for its part
-    } catch (const std::exception&) {    // what was thrown first is what the caller hears of
+      totals_.finish();
+    } catch (const std::exception&) {  // what was thrown first is what the caller hears of
     }
   }
 
@@ -195,6 +203,18 @@ class DistributedDataParallel<Use>::State {
   State(const DistributedDataParallel& policy, const World& world)
       : policy_(policy), device_(choose_device(policy, world)), group_(world, device_, policy.start_timeout) {
     set_speaker(rank() == 0, "rank " + std::to_string(rank()) + " of " + std::to_string(world_size()) + ": ");
+  }
+  void make_reducer() {
+    // Alone, a rank keeps gradients where the single device has them: where they lie decides how a GPU adds up a norm.
+    const bool views = policy_.bucket_views && world_size() > 1;
+    reducer_.reset();  // whose hooks go first
+    reducer_ = std::make_unique<detail::GradientReducer<Use>>(
+        *parameters_, group_,
+        detail::ReducerOptions{policy_.bucket_bytes, policy_.first_bucket_bytes, views, policy_.wire});
+  }
+  void end_first_window() {
+    first_window_ = false;
+    group_.set_timeout(policy_.timeout);
   }
   static at::Device choose_device(const DistributedDataParallel& policy, const World& world) {
     return policy.device ? resolve_device(policy.device) : rank_device(world);
@@ -249,46 +269,21 @@ class DistributedDataParallel<Use>::State {
       reduce([&] { reducer_->reduce_zeros(); });
       prepare_reduction();
     }
-    share(counts);
+    totals_.start(counts);
     reduce([&] { reducer_->reduce_zeros(); });
     stage_ = Stage::Reduced;
-  }
-  /// Begins to add up the counts, beside the backward pass.
-  void share(const at::Tensor& counts) {
-    if (world_size() == 1) return;
-    totals_ = counts;
-    totals_work_ = group_.start_sum(totals_);
-  }
-  template <class Window>
-  void take_totals(Window& window) {
-    group_.wait(totals_work_);
-    totals_work_.reset();
-    if (totals_.is_cpu()) {
-      if (totals_.template const_data_ptr<double>()[2] > 0) refuse_failed();
-    } else {
-      // The host does not wait to know: from the first window with a failed rank in it none counts anything, whatever
-      // a lost communicator leaves in its gradients, and a log point reports it.
-      failed_ = failed_.defined() ? failed_.add_(totals_[2]) : totals_[2].clone();
-      totals_[0].masked_fill_(failed_.ne(0), 0);
-    }
-    window.take_totals(totals_);
-  }
-  [[noreturn]] void refuse_failed() {
-    stage_ = Stage::Closed;
-    throw DistributedError("parallelism::DistributedDataParallel: rank " + std::to_string(rank()) +
-                           " stops, because another rank has failed; the first to fail was " + group_.first_failure());
   }
 
   DistributedDataParallel policy_;
   at::Device device_;
   ProcessGroup group_;
+  const ParameterList* parameters_ = nullptr;
   std::vector<at::Tensor> buffers_;
   std::unique_ptr<detail::MasterGradients> masters_;
   std::unique_ptr<detail::GradientReducer<Use>> reducer_;
-  at::Tensor totals_;
-  at::Tensor failed_;  // on a CUDA device: how many ranks have failed so far
-  ProcessGroup::Work totals_work_;
+  detail::WindowTotals totals_{group_};
   Stage stage_ = Stage::Closed;
+  std::vector<std::int64_t> order_;  // in which gradients are reduced, as snapshots know it
   bool prepared_ = false;
   bool first_window_ = true;
   bool use_settled_ = false;  // of a static graph
