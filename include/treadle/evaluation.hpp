@@ -7,6 +7,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/mul.h>
 
+#include <atomic>
 #include <concepts>
 #include <optional>
 #include <type_traits>
@@ -32,6 +33,7 @@ inline namespace v0_1 {
 /// Options of `evaluate` and `predict`.
 struct EvaluateOptions {
   bool use_average = true;  ///< with an averaging policy: the averaged weights instead of the current ones
+  const std::atomic<bool>* interrupt = nullptr;  ///< once true it ends after the batch at hand, with what was counted
 };
 
 namespace detail {
@@ -118,7 +120,7 @@ Metrics evaluate(Trainer& trainer, Range& range, const EvaluateOptions& options)
           meter.add("loss", sum.reshape({}), on_device ? 0.0 : static_cast<double>(loss.count), loss.device_count, {});
           meter.add(context.records());
         });
-        return true;
+        return options.interrupt == nullptr || !options.interrupt->load(std::memory_order_relaxed);
       },
       no_clock);
   if (!ranks.any_evaluated(any))  // among several ranks one may well have none

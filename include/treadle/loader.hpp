@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "treadle/version.hpp"
+#include "treadle/error.hpp"
 
 namespace treadle {
 inline namespace v0_1 {
@@ -85,6 +85,48 @@ std::optional<Begin> sought_in(const L& range) {
     if (const auto sought = range.sought()) return Begin{sought->epoch, sought->batch};
   }
   return std::nullopt;
+}
+
+/// A range whose batches have places of their own, such as a vector: what it gives does not depend on who asked before.
+template <class L>
+concept indexed_range = requires(L& range) {
+  { begin(range) } -> std::random_access_iterator;
+  { end(range) } -> std::same_as<decltype(begin(range))>;
+};
+/// `range` without its first batches.
+template <class L>
+struct Rest {
+  L& range;
+  std::int64_t first;
+  auto begin() const {
+    using std::begin;
+    return begin(range) + first;
+  }
+  auto end() const {
+    using std::end;
+    return end(range);
+  }
+  std::int64_t size() const { return end() - begin(); }
+};
+/// What a pass that begins at batch `first` goes through: the rest of a range by index, else the range, which was
+/// sought.
+template <class L>
+decltype(auto) rest_of(L& range, std::int64_t first) {
+  if constexpr (indexed_range<L>)
+    return Rest<L>{range, first};
+  else
+    return (range);
+}
+
+/// That training needs batches, and a tail that was dropped is all there was.
+[[noreturn]] inline void refuse_empty() {
+  throw DataError("treadle::Trainer::fit: the training loader gave no batch; it needs at least one an epoch.");
+}
+[[noreturn]] inline void refuse_tail(std::int64_t batches, std::int64_t per_step) {
+  throw DataError("treadle::Trainer::fit: an epoch " +
+                  (batches < 0 ? std::string() : "of " + std::to_string(batches) + " batches ") +
+                  "makes no step, because it is shorter than a window of " + std::to_string(per_step) +
+                  " batches, which accumulation::Tail::Drop drops; use Tail::Step, or fewer batches a step.");
 }
 
 /// What is odd about the rows that `range` gives to a rank of a job, where it can tell; else empty.

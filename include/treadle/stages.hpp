@@ -15,6 +15,9 @@ inline namespace v0_1 {
 namespace detail {
 
 template <class Trainer>
+class TrainerState;  // in snapshot/trainer_state.hpp
+
+template <class Trainer>
 struct Stages {
   Trainer& trainer;
 

@@ -123,16 +123,17 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
     return std::move(*result);
   }
 
-  /// Trains over `train_loader`; evaluates on `test_loader`, if one is given, after each epoch.
-  template <class Train>
-  FitResult fit(Train&& train_loader, const FitOptions& options = {}) {
+  /// Trains over `train_loader`; evaluates on `test_loader`, if one is given, after each epoch; `snapshots` saves what
+  /// a later run goes on from.
+  template <class Train, class Snapshots = detail::NoSnapshots>
+  FitResult fit(Train&& train_loader, const FitOptions& options = {}, Snapshots&& snapshots = {}) {
     if constexpr (detail::is_loader<Train>())
-      return detail::Fit(*this, options).run(detail::range_of(train_loader), detail::NoLoader{});
+      return detail::Fit(*this, options, snapshots).run(detail::range_of(train_loader), detail::NoLoader{});
   }
-  template <class Train, loader Test>
-  FitResult fit(Train&& train_loader, Test&& test_loader, const FitOptions& options = {}) {
+  template <class Train, loader Test, class Snapshots = detail::NoSnapshots>
+  FitResult fit(Train&& train_loader, Test&& test_loader, const FitOptions& options = {}, Snapshots&& snapshots = {}) {
     if constexpr (detail::is_loader<Train>())
-      return detail::Fit(*this, options).run(detail::range_of(train_loader), detail::range_of(test_loader));
+      return detail::Fit(*this, options, snapshots).run(detail::range_of(train_loader), detail::range_of(test_loader));
   }
 
   /// Means of loss and recorded values over a loader: no gradients, evaluation mode, and no trace in training.
@@ -206,6 +207,7 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
  private:
   using Stages = detail::Stages<Trainer>;
   friend Stages;
+  friend detail::TrainerState<Trainer>;
 
   /// Stages 1 to 4 of a step (stages.hpp): forward, count and backward, all under the parallelism policy's sync guard.
   template <class B>
@@ -286,10 +288,8 @@ class Trainer : detail::CheckTrainer<Model, Objective, Rule, PolicySetType, Obse
   Context context_;
   detail::Places places_{parameters_, NonFinite::selects ? buffers_ : BufferList{},
                          parameters_are_fixed<PolicySetType, Rule>};
-  std::int64_t steps_ = 0;
-  std::int64_t epochs_ = 0;
-  bool window_open_ = false;
-  bool idle_reported_ = false;
+  std::int64_t steps_ = 0, epochs_ = 0;
+  bool window_open_ = false, idle_reported_ = false;
 };
 
 template <class M, class Objective, class Rule, class P = Policies<>, class Observers = observe::Set<>>

@@ -16,7 +16,7 @@ namespace treadle {
 inline namespace v0_1 {
 
 /// Why `fit` returned.
-enum class StopReason { Finished, MaxSteps, MaxTime, EarlyStop, Requested };
+enum class StopReason { Finished, MaxSteps, MaxTime, EarlyStop, Requested, Signal };
 
 /// In words, for tables and files.
 constexpr std::string_view to_string(StopReason reason) {
@@ -31,6 +31,8 @@ constexpr std::string_view to_string(StopReason reason) {
       return "no further improvement";
     case StopReason::Requested:
       return "stop requested";
+    case StopReason::Signal:
+      return "ended by a signal";
   }
   return "unknown";
 }
@@ -41,7 +43,8 @@ namespace observe {
 struct RunInfo {
   std::int64_t epochs = 0;           ///< 0: until another limit
   std::int64_t steps_per_epoch = 0;  ///< 0: unknown
-  std::int64_t total_steps = 0;      ///< 0: unknown
+  std::int64_t total_steps = 0;      ///< 0: unknown; of the whole run, where it goes on from a snapshot
+  std::int64_t steps_before = 0;     ///< made before, where it does
   std::int64_t parameters = 0;       ///< elements that are trained
   std::string device{};              ///< "cpu", "cuda:0"
   bool evaluates = false;            ///< whether a test loader was given
@@ -89,6 +92,7 @@ struct FitResult {
   std::int64_t epochs = 0;                     ///< complete epochs
   std::int64_t steps = 0;                      ///< steps made, skipped ones included
   std::int64_t skipped = 0;                    ///< steps that changed nothing
+  int signal = 0;                              ///< number of the signal that ended it, or 0
   double seconds = 0;                          ///< of the whole fit
   std::vector<observe::EpochEvent> history{};  ///< one entry an epoch
 

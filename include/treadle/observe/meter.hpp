@@ -24,6 +24,12 @@ namespace observe {
 
 /// Sums and counts by name, on the host.
 class Totals {
+  struct Entry {
+    std::string name;
+    double sum = 0;
+    double count = 0;
+  };
+
  public:
   void add(std::string_view name, double sum, double count) {
     for (auto& entry : entries_) {
@@ -65,18 +71,26 @@ class Totals {
     }
     return totals;
   }
+  auto begin() const { return entries_.begin(); }
+  auto end() const { return entries_.end(); }
 
  private:
-  struct Entry {
-    std::string name;
-    double sum = 0;
-    double count = 0;
-  };
   std::vector<Entry> entries_;
 };
 
 /// Adds up losses and recorded values on the device, in fp64; a skipped step counts nothing.
 class Meter {
+  struct Entry {
+    std::string name;
+    at::Tensor sum;
+    at::Tensor device_count;
+    double count = 0;
+    void add(const at::Tensor& value, double weight, double counted) {
+      sum.add_(value, weight);
+      count += counted;
+    }
+  };
+
  public:
   /// Adds a step's loss, norm and records.
   void add(const StepResult& result) {
@@ -130,19 +144,11 @@ class Meter {
     }
     return totals;
   }
+  /// What was added since, by name: its sum, its count on the device (both fp64 scalars), and that on the host.
+  auto begin() const { return entries_.begin(); }
+  auto end() const { return entries_.end(); }
 
  private:
-  struct Entry {
-    std::string name;
-    at::Tensor sum;
-    at::Tensor device_count;
-    double count = 0;
-    void add(const at::Tensor& value, double weight, double counted) {
-      sum.add_(value, weight);
-      count += counted;
-    }
-  };
-
   Entry& entry(std::string_view name, const at::Tensor& like) {
     for (auto& e : entries_)
       if (e.name == name) return e;
