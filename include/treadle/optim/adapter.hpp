@@ -154,6 +154,13 @@ struct Adapter {
     }
     template <class Visitor>
     void for_each_state(Visitor&&) {}
+    template <class Visitor>
+    void for_each_value(Visitor&& visit) {
+      visit("schedule", factors_);
+      visit("table", table_);
+      visit("base_rates", base_rates_);
+      visit("applied_steps", applied_);
+    }
 
     /// The adapted optimizer, for its own options and `torch::save`.
     auto& optimizer() { return get(); }

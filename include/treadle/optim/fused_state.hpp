@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_div.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -119,6 +120,48 @@ class FusedState {
     }
     rates_.for_each_state(visit);
   }
+  template <class Visitor>
+  void for_each_value(Visitor&& visit) {
+    rates_.for_each_value(visit);
+  }
+  /// Before state is written to: makes what `holds(name)` says that there will be, and drops the rest. Counts are one a
+  /// parameter until `restored`.
+  template <class Holds>
+  void prepare_restore(Holds&& holds) {
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      auto& slot = slots_[i];
+      const bool wanted = holds("step/" + (*parameters_)[i].name);
+      if (wanted && !slot.step.defined()) make_state(i);
+      slot.step = wanted ? at::zeros({}, rates_.of(0).options()) : at::Tensor();
+      if (!wanted) slot.state.clear();
+    }
+  }
+  /// After state was written to: parameters with the same count share it again.
+  void restored() {
+    const at::NoGradGuard no_grad;
+    std::vector<at::Tensor> steps;
+    for (const auto& slot : slots_)
+      if (slot.step.defined()) steps.push_back(slot.step);
+    std::vector<std::pair<float, at::Tensor>> shared;
+    const auto counts = steps.empty() ? at::Tensor() : at::stack(steps).cpu();  // sync: training has not begun
+    std::size_t k = 0;
+    for (auto& slot : slots_) {
+      slot.state_is_fresh = false;
+      if (!slot.step.defined()) continue;
+      const float count = counts.const_data_ptr<float>()[k++];
+      const auto found = std::ranges::find(shared, count, &std::pair<float, at::Tensor>::first);
+      if (found == shared.end())
+        shared.emplace_back(count, slot.step);
+      else
+        slot.step = found->second;
+    }
+    cohorts_.clear();  // made again with the next gradients
+    sources_.clear();
+    gradients_.clear();
+    idle_ = parameters_->gradients();
+    rates_.restored();
+  }
 
  private:
   struct Slot {
@@ -201,7 +244,8 @@ class FusedState {
   void make_state(std::size_t i) {
     auto& slot = slots_[i];
     const auto& parameter = (*parameters_)[i];
-    if (parameters_->gradients()[i]->is_sparse()) refuse_sparse(parameter.name);
+    const at::Tensor& gradient = *parameters_->gradients()[i];
+    if (gradient.defined() && gradient.is_sparse()) refuse_sparse(parameter.name);
     std::vector<at::Tensor> state;
     for (std::size_t k = 0; k < rule_.state_count(); ++k) state.push_back(at::zeros_like(parameter.master));
     slot.step = at::zeros({}, at::device(parameter.master.device()).dtype(at::kFloat));

@@ -37,6 +37,7 @@ class LearningRate {
   void plan(std::int64_t run_steps) {
     set_table(schedule_.tabulate(run_steps));
     position_.zero_();
+    run_steps_ = run_steps;
     planned_ = true;
   }
   bool planned() const { return planned_; }
@@ -73,14 +74,29 @@ class LearningRate {
     if (!(factor >= 0) || !std::isfinite(factor))
       throw ConfigError("optim::LearningRate::scale: the factor must be finite and not negative, such as 0.1.");
     for (auto& rate : base_rates_) rate *= factor;
-    if (table_.defined()) table_.mul_(factor);
     rates_.mul_(factor);
+    restored();
   }
 
   template <class Visitor>
   void for_each_state(Visitor&& visit) {
     visit("schedule_position", position_);
     visit("learning_rates", rates_);
+  }
+  /// The host's part of the state.
+  template <class Visitor>
+  void for_each_value(Visitor&& visit) {
+    visit("schedule", schedule_);
+    visit("base_rates", base_rates_);
+    visit("run_steps", run_steps_);
+    visit("planned", planned_);
+  }
+  /// After both were written to: makes the table that belongs to them.
+  void restored() {
+    if (!planned_) return;
+    const auto now = rates_.clone();
+    set_table(schedule_.tabulate(run_steps_));
+    rates_.copy_(now);
   }
 
  private:
@@ -109,6 +125,7 @@ class LearningRate {
   at::Tensor table_;
   at::Tensor position_;
   std::int64_t last_ = 0;
+  std::int64_t run_steps_ = 0;  // that it was planned for
   bool planned_ = false;
 };
 

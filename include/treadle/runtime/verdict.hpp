@@ -76,6 +76,10 @@ class Verdict {
   at::Tensor& found_inf() { return found_inf_; }
   const at::Tensor& applied() const { return applied_; }
   const at::Tensor& skipped() const { return skipped_; }
+  template <class Visitor>
+  void for_each_state(Visitor&& visit) {
+    visit("skipped_steps", skipped_);
+  }
 
  private:
   // What gradients say and what the count says are two things: a window that counted nothing did not overflow, and
