@@ -269,12 +269,12 @@ void run_combination() {
   }
 }
 
-/// Which of `parts` equal parts of the product this process runs: TREADLE_MATRIX_PART=2/8 is the third of eight, for
+/// Which of `parts` parts of a precision's product this process runs: TREADLE_MATRIX_PART=2/8 is the third eighth, for
 /// machines with more cores than files.
 struct Part {
   std::size_t index = 0;
   std::size_t parts = 1;
-  bool has(std::size_t combination) const { return combination % parts == index; }
+  bool has(std::size_t combination) const { return combination % per_precision * parts / per_precision == index; }
 };
 inline Part part() {
   Part result;
