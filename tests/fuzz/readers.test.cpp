@@ -28,8 +28,8 @@ TEST_CASE("no reader of files does anything but throw a sentence, whatever its f
   const char* python = std::getenv("TREADLE_PYTHON");
   REQUIRE(python != nullptr);
   const treadle_test::Folder folder;
-  const char* const names[] = {"Idx", "Cifar", "Tokens", "Csv", "Image"};
-  for (; reader_in_turn < 5; ++reader_in_turn) {
+  const char* const names[] = {"Idx", "Cifar", "Tokens", "Csv", "Image", "Safetensors", "Manifest"};
+  for (; reader_in_turn < 7; ++reader_in_turn) {
     const std::string name = names[reader_in_turn];
     CAPTURE(name);
     const auto own = folder.path / name;

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes what fuzzing begins with: seeds.py <reader> <folder>. Small valid files, from which a fuzzer finds the rest."""
 import gzip
+import json
 import pathlib
 import struct
 import sys
@@ -22,6 +23,19 @@ JPEG = (b"\xff\xd8" + b"\xff\xdb\x00\x43\x00" + b"\x01" * 64 + b"\xff\xc0\x00\x0
         + b"\xff\xc4\x00\x14\x00\x01" + b"\0" * 15 + b"\x00" + b"\xff\xc4\x00\x14\x10\x01" + b"\0" * 15 + b"\x00"
         + b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00" + b"\x3f" + b"\xff\xd9")
 
+def safetensors(data, **tensors):
+    text = json.dumps(tensors).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def tensor(dtype, shape, begin, end):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+MANIFEST = {"format": "treadle-snapshot", "format_version": 1, "run": "r", "step": 3, "world_size": 2, "exact": True, "device": "cpu",
+            "treadle_version": "0.1.0", "torch_version": "2.11.0", "policies": {"precision": "Fp32{}"}, "types": {"precision": "Fp32"},
+            "metrics": [["loss", 0.5], ["other", "nan"]], "files": {"model.safetensors": {"bytes": 8, "xxh3": "00000000000000ab"}}}
+
 IDX = b"\0\0\x0b\x02" + struct.pack(">II", 2, 3) + bytes(range(12))
 RECORD = b"\x03" + bytes(i % 251 for i in range(3072))
 TOKENS = struct.pack("<200H", *range(200))
@@ -32,6 +46,11 @@ SEEDS = {
     "Tokens": [TOKENS, HEADER + TOKENS, struct.pack("<256i", 20240801, 7, 100, *[0] * 253) + TOKENS],
     "Csv": [b"1,2\n3,4\n", b"a;b\n1;2.5e3\n;4\n", b"x,y\r\n-1, +2\r\n", gzip.compress(b"1,2\n" * 50)],
     "Image": [png(5, 4, 0), png(5, 4, 2), png(3, 7, 6), JPEG],
+    "Safetensors": [safetensors(b""), safetensors(bytes(24), a=tensor("F32", [2, 2], 0, 16), b=tensor("I64", [], 16, 24)),
+                    safetensors(b"\0\1" + bytes(9), x=tensor("BOOL", [2], 0, 2), y=tensor("BF16", [1, 4], 2, 10), z=tensor("F8_E4M3", [1], 10, 11)),
+                    safetensors(bytes(4), e=tensor("U64", [0, 3], 0, 0), u=tensor("U16", [2], 0, 4), __metadata__={"format": "pt", "\u00e9": ""})],
+    "Manifest": [json.dumps({"content": content, "xxh3": "0000000000000000"}).encode()
+                 for content in (MANIFEST, MANIFEST | {"files": {}, "metrics": []}, MANIFEST | {"policies": {}, "types": {}, "step": -1})],
 }
 
 if __name__ == "__main__":
