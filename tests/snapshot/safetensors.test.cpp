@@ -126,9 +126,10 @@ TEST_CASE("what was saved comes back bit by bit, as views that stay alive and le
     CHECK(shared.tensor("kind.F32").data_ptr() == kept["kind.F32"].data_ptr());
     kept["kind.F32"].copy_(counted(at::kFloat));
   }
-  for (const auto& [name, tensor] : tensors) {
-    CAPTURE(name);
-    const auto& got = kept.at(name);
+  for (const auto& one : tensors) {  // clang 14 captures no structured binding
+    const auto& tensor = one.second;
+    CAPTURE(one.first);
+    const auto& got = kept.at(one.first);
     CHECK(got.sizes() == tensor.sizes());
     CHECK(got.is_contiguous());
     CHECK(!got.requires_grad());
