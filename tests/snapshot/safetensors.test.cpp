@@ -83,7 +83,7 @@ td::NamedTensors all_kinds() {
   tensors.emplace_back("none", at::empty({0}, at::kLong));
   tensors.emplace_back("transposed", counted(at::kFloat).t());
   tensors.emplace_back("strided", counted(at::kDouble).slice(1, 0, 3, 2));
-  tensors.emplace_back("negative", at::imag(at::complex(at::zeros({4}), at::arange(4, at::kFloat)).conj()));
+  tensors.emplace_back("negative", at::_neg_view(at::arange(4, at::kFloat)));
   tensors.emplace_back("trained", at::ones({2, 2}).requires_grad_(true));
   tensors.emplace_back("n\"\\\n\xC3\xA9", at::ones({1}, at::kByte));
   return tensors;
@@ -231,7 +231,7 @@ TEST_CASE("a file that does not add up is refused with a sentence that names it 
   says("its tensor 'w' has the data_offsets 8 and 0", one("\"U8\"", "[8]", "[8,0]"));
   says("its tensor 'w' has 8 bytes, and its shape and dtype need 12", one("\"F32\"", "[3]", "[0,8]"));
   says("its tensor 'w' has 8 bytes, and its shape and dtype need 0", one("\"F32\"", "[3,0]", "[0,8]"));
-  for (const char* shape : {"[4294967296,4294967296]", "[9223372036854775807]", "[4611686018427387904,4,0]",
+  for (const char* shape : {"[4294967296,4294967296]", "[9223372036854775807]", "[0,4611686018427387904,4]",
                             "[9223372036854775807,9223372036854775807,0]"})
     says("its tensor 'w' has a shape that no memory holds", one("\"I16\"", shape, "[0,8]"));
   says("its tensor 'a' is there twice", "{" + a + "," + a + "}", 4);
