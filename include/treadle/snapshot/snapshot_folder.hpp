@@ -89,8 +89,7 @@ class SnapshotFolder {
     if (::flock(lock_.get(), LOCK_EX | LOCK_NB) != 0)
       throw SnapshotError("another process saves snapshots in '" + root_.string() +
                           "'; give each run a folder of its own, or wait for the other's end.");
-    for (const auto& name :
-         names_in(FileHandle(::open(root_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)), root_))
+    for (const auto& name : names_in(FileHandle(::open(root_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)), root_))
       if (name.ends_with(unfinished) && name.starts_with("step-")) clear(name);
   }
 
@@ -102,8 +101,7 @@ class SnapshotFolder {
     if (::renameat2(AT_FDCWD, folder.c_str(), AT_FDCWD, path.c_str(), RENAME_NOREPLACE) != 0) {
       const int reason = errno;
       // In one piece where the file system can do that; else the old one steps aside first.
-      if (reason == EEXIST &&
-          ::renameat2(AT_FDCWD, folder.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE) == 0) {
+      if (reason == EEXIST && ::renameat2(AT_FDCWD, folder.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE) == 0) {
         sync_directory(root_);
         remove_tree(folder);
         return;
@@ -128,7 +126,8 @@ class SnapshotFolder {
   void clear(const std::string& name) const {
     const auto end = name.find(".old" + std::string(unfinished));
     const auto before = end == std::string::npos ? std::filesystem::path() : root_ / name.substr(0, end);
-    if (!before.empty() && ::renameat2(AT_FDCWD, (root_ / name).c_str(), AT_FDCWD, before.c_str(), RENAME_NOREPLACE) == 0)
+    if (!before.empty() &&
+        ::renameat2(AT_FDCWD, (root_ / name).c_str(), AT_FDCWD, before.c_str(), RENAME_NOREPLACE) == 0)
       return;
     remove_tree(root_ / name);
   }
@@ -143,8 +142,8 @@ class SnapshotFolder {
 
 }  // namespace detail
 
-/// The newest valid snapshot in `root`, every byte of which was verified; none if there is none. Says what is wrong with
-/// newer ones. Throws `SnapshotError` if the folder cannot be read.
+/// The newest valid snapshot in `root`, every byte of which was verified; none if there is none. Says what is wrong
+/// with newer ones. Throws `SnapshotError` if the folder cannot be read.
 inline std::optional<std::filesystem::path> latest_snapshot(const std::filesystem::path& root) {
   for (const auto& [step, path] : detail::list_snapshots(root)) try {
       static_cast<void>(verify_snapshot(path));

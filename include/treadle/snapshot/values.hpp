@@ -176,12 +176,9 @@ void for_each_value(FitProgress& fit, Visitor&& visit) {
 }
 
 inline nlohmann::json to_json(const observe::EpochEvent& event) {
-  return {{"epoch", event.epoch},
-          {"step", event.step},
-          {"train", to_json(event.train)},
-          {"test", event.test ? to_json(*event.test) : nlohmann::json()},
-          {"seconds", event.seconds},
-          {"rows_per_second", event.rows_per_second},
+  return {{"epoch", event.epoch},          {"step", event.step},
+          {"train", to_json(event.train)}, {"test", event.test ? to_json(*event.test) : nlohmann::json()},
+          {"seconds", event.seconds},      {"rows_per_second", event.rows_per_second},
           {"data_wait", event.data_wait}};
 }
 inline bool from_json(const nlohmann::json& json, observe::EpochEvent& event) {
