@@ -4,9 +4,11 @@
 // A file is 8 bytes with the header's length, the header (JSON, spaces behind it) and the tensors' bytes without gaps.
 #pragma once
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "treadle: safetensors files are little-endian, and this machine is not."
+#endif
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -28,8 +30,6 @@ inline namespace v0_1 {
 using SafetensorsMetadata = std::map<std::string, std::string>;
 
 namespace detail {
-
-static_assert(std::endian::native == std::endian::little, "treadle: safetensors files are little-endian.");
 
 struct SafetensorsDtype {
   std::string_view name;
